@@ -319,6 +319,13 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
         except GpuhubError as error:
             self.log.warning("Lease %s of %s: %s", lease_id, self._log_name, error)
 
+    async def _recover_lease(self, lease_id: str, container: str) -> None:
+        """Activate a restored server's lease if that is still to be done; the server may be stopped meanwhile."""
+        try:
+            await readiness.activate_granted(self.broker, lease_id, container)
+        except GpuhubError as error:
+            self.log.warning("Lease %s of %s: %s", lease_id, self._log_name, error)
+
     async def _report_holdings(self, lease: LeaseView, profile: ProfileSettings) -> None:
         """Tell a user whose start waits what else of theirs holds GPUs."""
         if lease.state is LeaseState.REQUESTED and profile.gpu_count:

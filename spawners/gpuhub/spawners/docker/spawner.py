@@ -247,12 +247,6 @@ class GpuDockerSpawner(NodeSpawner):
         except GpuhubError:
             return False
 
-    async def _recover_lease(self, lease_id: str, container: str) -> None:
-        try:
-            await readiness.activate_granted(self.broker, lease_id, container)
-        except GpuhubError as error:
-            self.log.warning("Lease %s of %s: %s", lease_id, self._log_name, error)
-
     async def get_url(self) -> str:
         """Return the notebook's URL with the address and port that its node publishes."""
         try:

@@ -238,12 +238,6 @@ class JobSpawner(LeasedSpawner, SlurmSpawner):  # type: ignore[misc] # both are 
     async def _has_ended(self) -> bool:
         return await self._query_exit_code() is not None
 
-    async def _recover_lease(self, lease_id: str, container: str) -> None:
-        try:
-            await readiness.activate_granted(self.broker, lease_id, container)
-        except GpuhubError as error:
-            self.log.warning("Lease %s of %s: %s", lease_id, self._log_name, error)
-
     @property
     def _container(self) -> str:
         """Return the substitute for a container's id, made from the job's number."""
