@@ -6,45 +6,19 @@ the commands `ip` and `tc`.
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from tests.support.launch.launched_ranks import RankOutput, run_launched
+from tests.support.network_namespaces import Machines, machines
 
-#: Of the first node.
-ADDRESS = "10.79.0.1"
 INTERFACE = "eth0"
-_SWITCH = "ghgpu-switch"
+_NODES = Machines("ghgpu", "10.79.0")
 
 
-def _name(number: int) -> str:
-    return f"ghgpu-{number}"
-
-
-@contextmanager
-def shaped_nodes(count: int, rate_mbit: int) -> Iterator[None]:
-    """That many nodes, each of which sends at this speed."""
-    names = [_SWITCH, *map(_name, range(count))]
-    try:
-        for name in names:
-            _ip("netns", "del", name, check=False)
-            _ip("netns", "add", name)
-        _ip("-n", _SWITCH, "link", "add", "switch", "type", "bridge")
-        _ip("-n", _SWITCH, "link", "set", "switch", "up")
-        for number in range(count):
-            node, port = _name(number), f"port{number}"
-            _ip("link", "add", INTERFACE, "netns", node, "type", "veth", "peer", "name", port, "netns", _SWITCH)
-            _ip("-n", _SWITCH, "link", "set", port, "master", "switch", "up")
-            _ip("-n", node, "addr", "add", f"10.79.0.{number + 1}/24", "dev", INTERFACE)
-            _ip("-n", node, "link", "set", "lo", "up")
-            _ip("-n", node, "link", "set", INTERFACE, "up")
-            shape = f"qdisc add dev {INTERFACE} root tbf rate {rate_mbit}mbit burst 512kb latency 50ms"
-            subprocess.run(["tc", "-n", node, *shape.split()], check=True)
-        yield
-    finally:
-        for name in names:
-            _ip("netns", "del", name, check=False)
+def shaped_nodes(count: int, rate_mbit: int) -> AbstractContextManager[Machines]:
+    """That many nodes with links of this speed."""
+    return machines(_NODES.name, _NODES.prefix, count, f"{rate_mbit}mbit")
 
 
 def run_on_nodes(command: Sequence[str], ranks: int, environ: Mapping[str, str]) -> list[RankOutput]:
@@ -53,7 +27,7 @@ def run_on_nodes(command: Sequence[str], ranks: int, environ: Mapping[str, str])
         command,
         ranks,
         {"NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_IB_DISABLE": "1"} | dict(environ),
-        address=ADDRESS,
+        address=_NODES.address(0),
         interface=INTERFACE,
         prefixes=[_list_words(number) for number in range(ranks)],
     )
@@ -63,10 +37,6 @@ def run_on_nodes(command: Sequence[str], ranks: int, environ: Mapping[str, str])
 
 def _list_words(number: int) -> tuple[str, ...]:
     """Return the words before a command that run it on a node, with the node's GPU."""
-    node = _name(number)
+    node = _NODES.namespace(number)
     environ = (f"CUDA_VISIBLE_DEVICES={number}", f"NCCL_HOSTID={node}", f"GPUHUB_NODE={node}")
     return ("nsenter", f"--net=/run/netns/{node}", "env", *environ)
-
-
-def _ip(*words: str, check: bool = True) -> None:
-    subprocess.run(["ip", *words], check=check, capture_output=not check)

@@ -58,6 +58,8 @@ def machines(name: str, prefix: str, count: int, rate: str | None = None) -> Ite
 
 def _remove(made: Machines, count: int) -> None:
     for number in range(count):
+        # A namespace may outlive its name for as long as a connection of it, and keep its link.
+        _run("ip", "link", "del", made.namespace(number), check=False)
         _run("ip", "netns", "del", made.namespace(number), check=False)
     _run("ip", "link", "del", made.name, check=False)
 
