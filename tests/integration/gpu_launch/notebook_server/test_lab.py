@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Response, expect
 
 from gpu_launch.common import run_folder
 from gpu_launch.recipes import run_record
@@ -314,8 +314,17 @@ def test_recipe_is_started_from_its_page(page: Page, broker: Running, lab: Jupyt
     page.get_by_role("dialog").get_by_role("button", name="Cancel the Job").click()
     expect(run).to_contain_text("ended", timeout=30_000)
     # JupyterLab saves which panel is open a while later, and opens that one after a reload.
-    with page.expect_response(lambda sent: "/api/workspaces/" in sent.url and sent.request.method == "PUT"):
+    with page.expect_response(saves_open_panel, timeout=PATIENCE_MS):
         page.locator("[data-id=gpuhub-panel]").click()
+
+
+def saves_open_panel(answer: Response) -> bool:
+    """Return whether an answer is that to JupyterLab's saving of a layout in which the panel is open."""
+    request = answer.request
+    if request.method != "PUT" or "/api/workspaces/" not in request.url:
+        return False
+    layout = request.post_data_json["data"]["layout-restorer:data"]
+    return any(layout.get(side, {}).get("current") == "gpuhub-panel" for side in ("left", "right"))
 
 
 def test_dark_theme(page: Page, lab: JupyterLab) -> None:

@@ -73,16 +73,17 @@ class People:
         self.ask_again(notebook)
         return notebook
 
-    def ask_again(self, notebook: Notebook) -> None:
-        """Send the request, or repeat it after a lost response."""
+    def ask_again(self, notebook: Notebook) -> bool:
+        """Send the request, or repeat it after a lost response; return whether it was answered with a lease."""
         request = LeaseRequest(profile=notebook.profile, server=notebook.server, key=notebook.key, owner=notebook.owner)
         lease: LeaseView | None = self._call(lambda broker: broker.request_lease(SPAWNER, request))
         if lease is None:
-            return
+            return False
         first = self.answers.setdefault((notebook.owner, notebook.key), lease.id)
         if first != lease.id:
             self.wrong.append(f"the key {notebook.key} of {notebook.owner} gave {first}, then {lease.id}")
         notebook.lease = lease.id
+        return True
 
     def create(self, notebook: Notebook) -> None:
         """Create the container of a lease that the spawner saw granted, without starting it."""

@@ -144,7 +144,10 @@ def _find_starving_request(world: World) -> list[str]:
     if not order:
         return []
     first = core.ledger.snapshot.leases[order[0]]
-    free = [gpu for node in world.broker.nodes(ADMIN) for gpu in node.gpus if gpu.state is GpuState.FREE]
+    rows = core.ledger.snapshot.leases.values()
+    closed = {gpu.node for row in rows if row.resources.exclusive for gpu in row.held}
+    nodes = [node for node in world.broker.nodes(ADMIN) if node.name not in closed]
+    free = [gpu for node in nodes for gpu in node.gpus if gpu.state is GpuState.FREE]
     ask = first.resources
     fitting = [
         gpu.uuid

@@ -10,9 +10,14 @@ from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub that is asked soon."""
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are checked in quick succession."""
     monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
+
+
+@pytest.fixture
+def quick(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the hub is asked soon for one that no spawner polls."""
     monkeypatch.setattr(server_restarter, "POLL_TIMEOUT_S", 0.3)
 
 
@@ -46,7 +51,7 @@ async def test_lost_notebook_waits_again_and_is_started_by_the_hub(setting: Sett
         assert same["id"] == again["id"]
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("often")
 async def test_stopped_notebook_stays_stopped(setting: Setting) -> None:
     """Released by its owner before its container goes; and a notebook that is not persistent ends with its container."""
     async with asgi_broker(setting) as running:

@@ -86,11 +86,13 @@ def test_wrong_passphrase_and_damage(tmp_path: Path, sources: list[Path]) -> Non
     swapped = whole[:header] + whole[header + chunk : header + 2 * chunk] + whole[header : header + chunk]
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 1
-    for wrong in (bytes(changed), whole[: header + chunk], whole[:-1], swapped + whole[header + 2 * chunk :]):
+    mistakes = (bytes(changed), whole[: header + chunk], whole[:-1], swapped + whole[header + 2 * chunk :])
+    for number, wrong in enumerate(mistakes):
         file.write_bytes(wrong)
-        (tmp_path / f"into{len(wrong)}{wrong[header]}").mkdir()
+        folder = tmp_path / f"into{number}"
+        folder.mkdir()
         with pytest.raises(SettingsError, match="cannot be decrypted"):
-            extract_archive(file, tmp_path / f"into{len(wrong)}{wrong[header]}", PASSPHRASE)
+            extract_archive(file, folder, PASSPHRASE)
 
 
 def test_short_passphrase_is_refused() -> None:
