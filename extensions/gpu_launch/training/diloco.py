@@ -79,6 +79,8 @@ class DilocoReplicas:
         # A module of just these parameters: frozen ones need not be sent.
         fragment = torch.nn.ParameterList(parameters)
         DiLoCo(manager, [fragment], optimizer, outer, sync_every=DILOCO_PERIOD).__enter__()
+        # A rank that fails at once takes the lighthouse along, and the others would fail at their connection to it.
+        dist.barrier(group=servers.group)
 
     def close(self) -> None:
         """Stop the servers of this rank."""
@@ -106,9 +108,11 @@ class DilocoReplicas:
             own["lighthouse"] = lighthouse.address().rpartition(":")[2]
         found: list[Any] = [None] * size
         # Of CPUs: ranks need not have chosen their GPU.
-        dist.all_gather_object(found, own, group=dist.new_group(backend="gloo"))
+        group = dist.new_group(backend="gloo")
+        dist.all_gather_object(found, own, group=group)
         node = found[replica * local_size]
         return _Servers(
+            group=group,
             host=host,
             replicas=size // local_size,
             replica=replica,
@@ -124,6 +128,8 @@ class DilocoReplicas:
 class _Servers:
     """Where this rank stands, and the servers that it uses."""
 
+    #: torch's process group of all ranks, over their CPUs.
+    group: Any
     #: This rank's own address, as others reach it.
     host: str
     #: Nodes, and this one's number.
