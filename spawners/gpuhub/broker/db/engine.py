@@ -15,6 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import event, exc
 
+from gpuhub.broker.db import tables
 from gpuhub.common.errors import SetupError
 
 
@@ -163,14 +164,19 @@ def check_revision(revision: str | None, name: str) -> None:
 
 
 def migrate(connection: sa.Connection) -> None:
-    """Migrate the tables to this version.
+    """Migrate the tables to this version, or create them where there are none.
 
     Raises:
         SetupError: A newer version has written them.
     """
-    check_revision(find_revision(connection), "the broker's store")
+    revision = find_revision(connection)
     config = _build_config()
     config.attributes["connection"] = connection
+    if revision is None:
+        tables.metadata.create_all(connection)
+        command.stamp(config, "head")
+        return
+    check_revision(revision, "the broker's store")
     command.upgrade(config, "head")
 
 

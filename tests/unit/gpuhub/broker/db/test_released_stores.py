@@ -146,6 +146,15 @@ def test_each_migration_has_a_way_back(tmp_path: Path, revision: str) -> None:
     assert set(read_schema(file)) <= {"alembic_version"}
 
 
+def test_a_new_store_has_the_tables_that_migrations_make(tmp_path: Path) -> None:
+    """It is created from the model at once, and has the newest revision."""
+    migrated, created = tmp_path / "migrated.sqlite", tmp_path / "created.sqlite"
+    move(migrated, REVISIONS[-1])
+    Store.open_file(created).close()
+    assert read_schema(created) == read_schema(migrated)
+    assert dict(read_rows(created))["alembic_version"] == [{"version_num": REVISIONS[-1]}]
+
+
 def test_newer_store_is_refused(old_store: Path) -> None:
     """The error says which version wrote it and what to do; the file is not changed."""
     Store.open_file(old_store).close()
