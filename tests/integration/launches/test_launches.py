@@ -65,17 +65,16 @@ def test_scripts_have_torchruns_environment(either: Notebook) -> None:
     ]
 
 
-def test_cell_runs_as_a_script_in_the_notebooks_folder(either: Notebook) -> None:
+def test_cell_runs_as_a_script_in_the_notebooks_folder(notebook: Notebook) -> None:
     """The cell's body is every rank's script, with imports from the notebook's folder and its own arguments."""
-    either.script("helper.py", "WORD = 'imported'")
-    cold = "--cold" if either.is_cold else ""
-    code, out, err = either.run(
-        f"""
+    notebook.script("helper.py", "WORD = 'imported'")
+    code, out, err = notebook.run(
+        """
         from IPython.core.interactiveshell import InteractiveShell
         shell = InteractiveShell.instance()
         shell.run_line_magic("load_ext", "gpu_launch")
         cell = "import helper, sys\\nprint(helper.WORD, sys.argv[1:])"
-        shell.run_cell_magic("gpu_launch", "--nnodes 2 {cold} -- a 'b c'", cell)
+        shell.run_cell_magic("gpu_launch", "--nnodes 2 -- a 'b c'", cell)
         shell.run_cell("%gpu_launch --nnodes 2 missing.py")
         """
     )

@@ -24,10 +24,10 @@ TRAINING = """
 """
 
 
-def test_unmodified_script_communicates_in_the_mode_that_is_named(either: Notebook) -> None:
+def test_unmodified_script_communicates_in_the_mode_that_is_named(notebook: Notebook) -> None:
     """Forked and under torchrun; one rank says what that changes."""
-    either.script("train.py", TRAINING)
-    code, out, err = either.run(either.call("train.py", nnodes=2, comm="bf16"))
+    notebook.script("train.py", TRAINING)
+    code, out, err = notebook.run(notebook.call("train.py", nnodes=2, comm="bf16"))
     assert code == 0, out + err
     assert out.count("rounded True of 2") == 1
     assert err.count("gpu_launch: --comm bf16: gradients are rounded to bfloat16") == 1
