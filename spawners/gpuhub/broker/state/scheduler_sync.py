@@ -28,6 +28,8 @@ from gpuhub.scheduler.interface import (
 
 #: After a failure the queue is served again after this time, seconds.
 RETRY_S = 1.0
+#: Longest time between decisions while requests wait, seconds: fair share changes their order though nothing happens.
+ORDER_PERIOD_S = 30.0
 #: Shortest time between decisions that nothing but time causes, seconds.
 MIN_SLEEP_S = 0.05
 #: After this many half-lives a thousandth of the usage is left.
@@ -183,10 +185,17 @@ class SchedulerSync:
         effects.propagate(transaction, step)
         self._send_changes(transaction, sent_step)
         transaction.events += _list_events(transaction)
-        if decision.decide_again_at is not None:
-            self._wake_in(decision.decide_again_at - transaction.now)
+        self._plan_next(transaction, decision.decide_again_at)
         held = [transaction.leases[lease_id] for lease_id in decision.grants]
         transaction.on_commit.append(lambda: self._capacity.mark_held(held))
+
+    def _plan_next(self, transaction: Transaction, decide_again_at: float | None) -> None:
+        """Serve the queue again at a time, and now and then while requests wait: their order changes with usage."""
+        times = [] if decide_again_at is None else [decide_again_at]
+        if transaction.index.find("waiting"):
+            times.append(transaction.now + ORDER_PERIOD_S)
+        if times:
+            self._wake_in(min(times) - transaction.now)
 
     def _send_changes(self, transaction: Transaction, step: int) -> int:
         """Send all changes since a step to the scheduler; return the number of the next step."""
