@@ -36,6 +36,11 @@ class SimulatedDriver:
         return self.folder / "libnvidia-ml.so.1"
 
     @property
+    def cuda(self) -> Path:
+        """The CUDA driver's library, with the calls that move GPU memory alone."""
+        return self.folder / "libcuda.so.1"
+
+    @property
     def nvidia_smi(self) -> Path:
         """The stand-in for nvidia-smi, statically linked."""
         return self.folder / "nvidia-smi"
@@ -44,9 +49,11 @@ class SimulatedDriver:
 def build_compile_commands(target: Path, compiler: str = "gcc") -> tuple[tuple[str, ...], ...]:
     """Return the compiler's command lines."""
     nvml = (str(SOURCE / "cards.c"), str(SOURCE / "nvml.c"))
-    shared = ("-fPIC", "-shared", "-Wl,-soname,libnvidia-ml.so.1")
+    cuda = (str(SOURCE / "cards.c"), str(SOURCE / "cuda.c"))
+    shared = ("-fPIC", "-shared")
     return (
-        (compiler, *_FLAGS, *shared, *nvml, "-o", str(target / "libnvidia-ml.so.1")),
+        (compiler, *_FLAGS, *shared, "-Wl,-soname,libnvidia-ml.so.1", *nvml, "-o", str(target / "libnvidia-ml.so.1")),
+        (compiler, *_FLAGS, *shared, "-Wl,-soname,libcuda.so.1", *cuda, "-o", str(target / "libcuda.so.1")),
         (compiler, *_FLAGS, "-static", *nvml, str(SOURCE / "nvidia_smi.c"), "-o", str(target / "nvidia-smi")),
     )
 
@@ -92,6 +99,7 @@ def install_hook(paths: NodePaths, driver: SimulatedDriver) -> None:
     settings = {
         "cards": str(paths.gpus),
         "library": str(driver.library),
+        "cuda": str(driver.cuda),
         "smi": str(driver.nvidia_smi),
         "library_folder": find_library_folder(platform.machine()),
     }

@@ -5,7 +5,7 @@ Installed as `nvidia-container-runtime-hook` on a node's PATH, next to its setti
 argument `prestart` and the container's state on standard input, after the container's mounts are made and before its
 root is entered. It must be quick, so it imports little and nothing of gpuhub, and runs without site packages.
 
-A container gets the library and nvidia-smi (written through the root file system, never through its mounts), the
+A container gets the libraries and nvidia-smi (written through the root file system, never through its mounts), the
 granted GPUs' folders at /usr/share/nvidia-simulated/0, 1 … (bound read-only, so that load and faults are up to date),
 next to them the file mig_visible with the UUIDs of the granted MIG devices, and /dev/nvidia0 … with /dev/nvidiactl.
 These device nodes are the null device by another name: they give access to nothing, and only those of the granted
@@ -198,6 +198,7 @@ def equip_container(state: dict[str, Any], settings: dict[str, str]) -> None:
     install_file(settings["smi"], open_folder(root, "usr/bin", make=True), "nvidia-smi")
     library = open_folder(root, settings["library_folder"], make=True)
     install_file(settings["library"], library, "libnvidia-ml.so.1")
+    install_file(settings["cuda"], library, "libcuda.so.1")
     for number in range(len(gpus)):
         os.close(open_folder(root, f"{SHARE}/{number}", make=True))
     visible = "".join(f"{uuid}\n" for uuid in select_mig_devices(wanted, gpus))

@@ -29,6 +29,10 @@ static FILE *open_file(unsigned int slot, const char *name) {
     return fopen(path, "re");
 }
 
+int live_path(unsigned int slot, char *path, unsigned long length) {
+    return (unsigned long)snprintf(path, length, "%s/%u/live", root_folder(), slot) < length;
+}
+
 static int is_visible(const char *uuid) {
     char path[512], line[96];
     int found = 0;

@@ -27,6 +27,9 @@ struct card {
     int is_part;                 /* the fields above are those of a part */
 };
 
+/* Writes the path of a card's file `live` into `path`; returns 0 when it is too long. */
+int live_path(unsigned int slot, char *path, unsigned long length);
+
 /* Reads the card at a position; returns 0 when there is none. */
 int read_card(unsigned int slot, struct card *card);
 
