@@ -25,6 +25,8 @@ class GpuSpec:
     capability: tuple[int, int] | None = None
     #: Whether it is a MIG device, a part of a GPU with its own memory and processors.
     is_mig: bool = False
+    #: Its UUID where a suspended notebook can only go on with this very GPU; None for all others.
+    awaited_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,16 @@ class GpuRequirement:
     least_driver: str | None = None
     #: Minimum CUDA compute capability, such as (8, 9); None for any. A GPU that does not report it is not accepted.
     least_capability: tuple[int, int] | None = None
+    #: UUID of the only accepted GPU, which is `GpuSpec.awaited_as`; None for any.
+    uuid: str | None = None
 
     def accepts(self, card: GpuSpec) -> bool:
         """Return whether the GPU meets the requirement, except for the driver.
 
         A GPU sold as 32 GB reports some 2 % less, so 5 % below the minimum memory is still accepted.
         """
+        if self.uuid is not None:
+            return card.awaited_as == self.uuid
         if self.models and self.preference_rank(card) is None:
             return False
         if self.least_capability is not None and (card.capability or (0, 0)) < self.least_capability:
@@ -78,7 +84,7 @@ def parse_driver_version(text: str) -> tuple[int, ...]:
 
 def describe_gpus(count: int, requirement: GpuRequirement) -> str:
     """Return a text for users, such as `1 × RTX 5090` or `2 × any GPU of at least 12 GiB`."""
-    text = " or ".join(requirement.models) or "any GPU"
+    text = " or ".join(requirement.models) or ("any GPU" if requirement.uuid is None else "the GPU it was suspended on")
     if requirement.least_memory_mib:
         text += f" of at least {requirement.least_memory_mib / 1024:.3g} GiB"
     if requirement.least_capability is not None:

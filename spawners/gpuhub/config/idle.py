@@ -27,6 +27,10 @@ class IdleSettings(SettingsTable):
     low_use_after: Span0 = 0
     #: Use of a GPU below which it counts as unused, percent of the time, as `nvidia-smi` shows it.
     low_use: Percent = 5
+    #: Time without activity after which a notebook with one whole GPU lends it to a request that waits for it, seconds:
+    #: its GPU memory is moved into host memory, its variables stay, and it gets the GPU back when a cell runs. "0s":
+    #: never, and its user cannot do it either.
+    suspend_after: Span0 = 0
     #: Time for which the user is warned before, with a countdown, seconds.
     warn_before: Span = 600
     #: Time for which the warning's button keeps the notebook, seconds.
@@ -50,6 +54,8 @@ class ProfileIdleSettings(SettingsTable):
     low_use_after: Span0 | None = None
     #: As in `[idle]`.
     low_use: Percent | None = None
+    #: As in `[idle]`.
+    suspend_after: Span0 | None = None
     #: As in `[idle]`.
     warn_before: Span | None = None
     #: As in `[idle]`.

@@ -201,6 +201,11 @@ class ClusterSettings(SettingsTable):
         return any(profile.gpu_count and profile.idle.merge(self.idle).is_on for profile in self.profiles)
 
     @property
+    def suspends_idle_notebooks(self) -> bool:
+        """True where notebooks of some profile lend their GPU while they are idle."""
+        return any(profile.gpu_count and profile.idle.merge(self.idle).suspend_after for profile in self.profiles)
+
+    @property
     def node_groups(self) -> frozenset[str]:
         """The groups that some node is restricted to."""
         return frozenset(group for node in self.nodes for group in node.access_groups)

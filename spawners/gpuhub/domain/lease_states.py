@@ -11,6 +11,7 @@ that ends while its node cannot prove it is quarantined, and its GPUs stay block
 administrator overrides it (`force_release`).
 
 An elastic job's lease may release nodes while it continues: `shrink` marks their GPUs, `prove_released` frees them.
+A notebook may lend its GPU while it is idle (`suspension`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import replace
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common.errors import Conflict
 from gpuhub.common.units import format_span
+from gpuhub.domain import suspension
 from gpuhub.domain.models import ContainerSize, LeasedGpu, LeaseRow
 from gpuhub.scheduler.interface import NodeAllocation
 
@@ -218,7 +220,7 @@ def shift_times(lease: LeaseRow, seconds: float) -> LeaseRow:
         for gpu in lease.gpus
     )
     losses = tuple(at + seconds for at in lease.losses)
-    return lease.evolve(
+    return suspension.shift_times(lease, seconds).evolve(
         gpus=gpus, losses=losses, **{name: at + seconds for name, at in known.items() if at is not None}
     )
 
@@ -245,7 +247,8 @@ def unproven_nodes(lease: LeaseRow) -> tuple[str, ...]:
         return ()
     if lease.state in LIVE:
         return tuple(dict.fromkeys(gpu.node for gpu in lease.held if gpu.shrink_requested_at is not None))
-    if not lease.gpus:
+    if not lease.gpus or not lease.held:
+        # Without GPU, or suspended: its container is what has to be gone.
         return lease.nodes
     return tuple(dict.fromkeys(gpu.node for gpu in lease.held))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from gpuhub.broker_api.schemas import JobState, LeaseState, NotificationKind, Purpose, WorkerState
+from gpuhub.broker_api.schemas import JobState, LeaseState, NotificationKind, Purpose, SuspensionState, WorkerState
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
 
@@ -98,6 +98,21 @@ class ContainerSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suspension:
+    """What happens to the GPU memory of a notebook whose GPU is lent to others; `domain.suspension` changes it."""
+
+    state: SuspensionState
+    #: Start of the state, seconds since 1970.
+    since: float
+    #: Host memory that holds what was on the GPU, MiB; what may be needed while it is moved out.
+    moved_mib: int = 0
+    #: Its user ran a cell while the memory was moved out: it goes on as soon as that is done.
+    is_wanted: bool = False
+    #: When it began to be suspended, seconds since 1970: a cell that began later brings it back.
+    begun_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRow:
     """A lease; only functions of `lease_states` change it."""
 
@@ -135,6 +150,10 @@ class LeaseRow:
     reason: str | None = None
     #: For the owner: the scheduler's note at the grant, later why it is quarantined.
     note: str | None = None
+    #: None while its notebook has its GPUs as usual.
+    suspension: Suspension | None = None
+    #: Since when it holds its GPU again after a suspension, seconds since 1970; None if it never was suspended.
+    held_from: float | None = None
     #: From then on its GPUs are blocked and not charged to its owner.
     quarantined_at: float | None = None
     container_id: str | None = None
@@ -166,6 +185,18 @@ class LeaseRow:
     @property
     def is_open(self) -> bool:
         return self.state is not LeaseState.RELEASED
+
+    @property
+    def waits(self) -> bool:
+        """Whether the scheduler has a request of it: for all its GPUs, or for the one that it was suspended on."""
+        if self.suspension is not None and self.state is LeaseState.ACTIVE:
+            return self.suspension.state is SuspensionState.RESUMING
+        return self.state is LeaseState.REQUESTED and not self.is_held
+
+    @property
+    def charged_from(self) -> float:
+        """Since when its GPUs are charged to its owner, seconds since 1970."""
+        return next(at for at in (self.held_from, self.granted_at, self.created_at) if at is not None)
 
     @property
     def held(self) -> tuple[LeasedGpu, ...]:

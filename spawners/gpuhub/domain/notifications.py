@@ -43,6 +43,20 @@ def list_lease_notifications(
             title=f"Your GPU is there: {_describe_gpus(after.gpus)}",
             body=f"{what} waited {format_span(waited_s)} and starts now.",
         )
+    is_back = before is not None and before.held_from != after.held_from and before.waits
+    if (
+        before is not None
+        and before.suspension is not None
+        and is_back
+        and now - before.suspension.since >= LEAST_WAIT_S
+    ):
+        yield NotificationRow(
+            kind=NotificationKind.GRANTED,
+            key=f"resumed:{after.id}:{after.held_from:.0f}",
+            owner=after.owner,
+            title=f"Your GPU is back: {_describe_gpus(after.gpus)}",
+            body=f"{_name_notebook(after)} waited {format_span(now - before.suspension.since)} and goes on now.",
+        )
     if after.state is LeaseState.QUARANTINED and (before is None or before.state is not LeaseState.QUARANTINED):
         yield NotificationRow(
             kind=NotificationKind.GPU_FAILED,

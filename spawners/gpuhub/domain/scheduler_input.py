@@ -3,13 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gpuhub.broker_api.schemas import JobState, LeaseState
-from gpuhub.common.gpu import GpuSpec
+from gpuhub.common.gpu import GpuRequirement, GpuSpec
 from gpuhub.common.node_access import find_request_groups
-from gpuhub.domain import lease_states
+from gpuhub.domain import lease_states, suspension
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, SchedulingRequest
+
+#: Follows the id of a suspended notebook's lease in that of the allocation of its container.
+HOST_SUFFIX = "/host"
+
+
+def list_values(lease: LeaseRow, job: JobRow | None) -> tuple[SchedulingRequest | Allocation, ...]:
+    """Return what the scheduler has to know of a lease; nothing if it has ended, or waits for other jobs."""
+    if not lease.is_open or lease.is_held:
+        return ()
+    if lease.state is LeaseState.REQUESTED:
+        return (build_request(lease),)
+    if not suspension.is_without_gpu(lease):
+        return (build_allocation(lease, job),)
+    host = build_host_allocation(lease)
+    return (build_resume_request(lease), host) if lease.waits else (host,)
+
+
+def build_resume_request(lease: LeaseRow) -> SchedulingRequest:
+    """Return the request of a suspended notebook for the GPU that it was suspended on; its container has the rest."""
+    since = lease.created_at if lease.suspension is None else lease.suspension.since
+    return replace(
+        build_request(lease),
+        created_at=since,
+        requirement=GpuRequirement(uuid=lease.gpus[0].uuid),
+        exclude=frozenset(),
+        exclusive=False,
+        time_limit_s=None if lease.expires_at is None else max(1.0, lease.expires_at - since),
+        cpu_milli=0,
+        memory_mib=0,
+        cpu_by_gpu=False,
+        memory_by_gpu=False,
+    )
+
+
+def build_host_allocation(lease: LeaseRow) -> Allocation:
+    """Return what the container of a suspended notebook holds: its CPU, and memory with what was on the GPU."""
+    node, size = lease.nodes[0], lease.find_size(lease.nodes[0])
+    moved_mib = 0 if lease.suspension is None else lease.suspension.moved_mib
+    memory_mib = size.memory_mib + moved_mib
+    request = replace(
+        build_request(lease),
+        id=f"{lease.id}{HOST_SUFFIX}",
+        gpus_per_node=0,
+        requirement=GpuRequirement(),
+        exclusive=False,
+        cpu_milli=size.cpu_milli,
+        memory_mib=memory_mib,
+        cpu_by_gpu=False,
+        memory_by_gpu=False,
+    )
+    held = NodeAllocation(node=node, slots=(), cpu_milli=size.cpu_milli, memory_mib=memory_mib)
+    return Allocation(
+        request=request, node_allocations=(held,), granted_at=lease.charged_from, ends_at=lease.expires_at
+    )
 
 
 def build_request(lease: LeaseRow) -> SchedulingRequest:
@@ -48,7 +103,7 @@ def build_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
     return Allocation(
         request=build_request(lease),
         node_allocations=_build_node_allocations(lease),
-        granted_at=lease.granted_at if lease.granted_at is not None else lease.created_at,
+        granted_at=lease.charged_from,
         ends_at=lease.expires_at,
         is_ending=lease.state in lease_states.ENDING or ends_soon,
         is_quarantined=lease.state is LeaseState.QUARANTINED,

@@ -41,7 +41,7 @@ def build_node_capacity(
                 uuid=gpu.uuid,
                 node=name,
                 index=gpu.index,
-                card=gpu.card,
+                card=replace(gpu.card, awaited_as=gpu.uuid) if lease_status.is_awaited else gpu.card,
                 available=reason is None,
                 unavailable_reason=reason,
             )

@@ -40,6 +40,8 @@ class SlurmPlugin(BackendPlugin):
 
     def check_settings(self, cluster: ClusterSettings) -> Iterator[str]:
         yield from find_slurm_mistakes(cluster)
+        if cluster.suspends_idle_notebooks:
+            yield 'idle.suspend_after: Slurm holds the GPUs of its jobs until they end; set "0s", or leave it out'
         if self.capabilities(cluster).containers:
             yield from find_missing_docker(cluster)
         elif cluster.storage.stage or any(profile.stage for profile in cluster.profiles):

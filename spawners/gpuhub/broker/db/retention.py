@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from gpuhub.broker.db import tables, writer
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common.gpu import GpuSpec
+from gpuhub.domain.models import LeaseRow
 from gpuhub.scheduler.interface import UsageRecord
 
 #: Events that are kept of each owner, and of those that belong to no owner; older ones are deleted.
@@ -23,6 +24,8 @@ MAX_OWNER_EVENTS, MAX_UNOWNED_EVENTS = 2_000, 10_000
 #: Rows that are deleted in one transaction.
 BATCH = 500
 _DAY_S = 86400.0
+#: The GPU seconds of deleted leases: by owner, day since 1970, model and memory in MiB.
+_Usage = defaultdict[tuple[str, int, str, int], float]
 
 
 def prune_events(connection: sa.Connection, owners: Collection[str | None]) -> None:
@@ -106,17 +109,32 @@ def load_lease_ends(connection: sa.Connection) -> dict[tuple[str, str], float]:
 def _keep_usage(
     connection: sa.Connection, leases: Mapping[str, Mapping[str, Any]], gpus: Iterable[Mapping[str, Any]]
 ) -> None:
-    usage: defaultdict[tuple[str, int, str, int], float] = defaultdict(float)
+    usage: _Usage = defaultdict(float)
     for gpu in gpus:
         lease = leases[gpu["lease_id"]]
-        if lease["granted_at"] is None:
+        started_at = lease["granted_at"] if lease["held_from"] is None else lease["held_from"]
+        if started_at is None:
             continue
         ended_at = min(
             at for at in (gpu["released_at"], lease["quarantined_at"], lease["released_at"]) if at is not None
         )
-        for day, seconds in split_days(lease["granted_at"], ended_at):
-            usage[lease["owner"], day, gpu["model"], gpu["memory_mib"]] += seconds / gpu["share"]
+        _add_usage(usage, lease["owner"], gpu, started_at, ended_at)
     _merge(connection, tables.usage_days, usage, operator.add)
+
+
+def keep_suspended_usage(connection: sa.Connection, lease: LeaseRow) -> None:
+    """Keep what a suspended notebook has used, as it was before it holds its GPU again."""
+    usage: _Usage = defaultdict(float)
+    for gpu in lease.gpus:
+        card = {"model": gpu.model, "memory_mib": gpu.memory_mib, "share": gpu.share}
+        _add_usage(usage, lease.owner, card, lease.charged_from, gpu.released_at or lease.charged_from)
+    _merge(connection, tables.usage_days, usage, operator.add)
+
+
+def _add_usage(usage: _Usage, owner: str, gpu: Mapping[str, Any], started_at: float, ended_at: float) -> None:
+    """Add the GPU seconds of a period, by day; a share of a GPU counts as its part."""
+    for day, seconds in split_days(started_at, ended_at):
+        usage[owner, day, gpu["model"], gpu["memory_mib"]] += seconds / gpu["share"]
 
 
 def _keep_ends(connection: sa.Connection, leases: Iterable[Mapping[str, Any]]) -> None:

@@ -28,6 +28,7 @@ from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.paths import Paths, acquire_lock
 from gpuhub.config.database import DatabaseSettings, build_database_url
 from gpuhub.domain.models import EventRow, JobRow, LeaseRow, ReservationRow
+from gpuhub.domain.suspension import is_without_gpu
 from gpuhub.nodes.gpu_faults import GpuRecord
 from gpuhub.nodes.status import Cordon
 from gpuhub.scheduler.interface import UsageRecord
@@ -215,10 +216,11 @@ class Store:
     def load_usage(self, since: float) -> list[UsageRecord]:
         """Return usage that ended after `since`: of released GPUs and of quarantined leases."""
         lease, gpu = tables.leases.c, tables.lease_gpus.c
+        started_at = sa.func.coalesce(lease.held_from, lease.granted_at).label("started_at")
         is_over = (gpu.released_at > since) | (gpu.released_at.is_(None) & (lease.quarantined_at > since))
         query = (
             sa.select(
-                lease.owner, lease.groups, lease.granted_at, lease.quarantined_at, gpu.model, gpu.memory_mib, gpu.share,
+                lease.owner, lease.groups, started_at, lease.quarantined_at, gpu.model, gpu.memory_mib, gpu.share,
                 gpu.released_at,
             )
             .join(tables.leases, lease.id == gpu.lease_id)
@@ -238,6 +240,9 @@ class Store:
         try:
             with self._transaction() as connection:
                 writer.write_changes(connection, changes)
+                for before, after in changes.leases:
+                    if before is not None and is_without_gpu(before) and not is_without_gpu(after):
+                        retention.keep_suspended_usage(connection, before)
                 self.outbox.add(connection, changes.events)
                 retention.prune_events(connection, {event.owner for event in changes.events})
         except exc.IntegrityError as error:
@@ -388,7 +393,7 @@ def _parse_usage_record(row: Mapping[str, Any]) -> UsageRecord:
         groups=frozenset(row["groups"]),
         card=GpuSpec(model=row["model"], memory_mib=row["memory_mib"]),
         share=row["share"],
-        started_at=row["granted_at"],
+        started_at=row["started_at"],
         ended_at=min(ends),
     )
 

@@ -60,6 +60,9 @@ leases = Table(
     Column("released_at", Float, index=True),
     Column("reason", Text),
     Column("note", Text),
+    #: State, its start and the memory moved, of a notebook that is suspended.
+    Column("suspension", JSON(none_as_null=True)),
+    Column("held_from", Float),
     Column("quarantined_at", Float),
     Column("container_id", String(64)),
     Column("slurm_job", BigInteger),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import sqlalchemy as sa
 
 from gpuhub.broker.db import tables
-from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, WorkerState
+from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, SuspensionState, WorkerState
 from gpuhub.domain.models import (
     ContainerSize,
     EventRow,
@@ -18,6 +18,7 @@ from gpuhub.domain.models import (
     LeaseRow,
     ReservationRow,
     ResourceRequest,
+    Suspension,
     WorkerRow,
 )
 from gpuhub.nodes.status import Cordon
@@ -27,7 +28,7 @@ Record = Mapping[str, Any]
 _LEASE_PLAIN = (
     "id", "seq", "key", "owner", "subject", "profile", "since", "epoch", "time_limit_s", "created_at", "granted_at",
     "expires_at", "kept_from", "kept_until", "released_at", "reason", "note", "quarantined_at", "container_id",
-    "slurm_job", "is_held", "is_persistent", "image", "version",
+    "slurm_job", "held_from", "is_held", "is_persistent", "image", "version",
 )  # fmt: skip
 _GPU_PLAIN = ("node", "index", "model", "memory_mib", "worker", "share", "part", "released_at")
 _JOB_PLAIN = (
@@ -53,6 +54,7 @@ def build_lease_record(lease: LeaseRow) -> dict[str, Any]:
         "identities": {node: list(identity) for node, identity in lease.identities.items()},
         "sizes": {node: [size.cpu_milli, size.memory_mib] for node, size in lease.sizes.items()},
         "ask": build_resources_record(lease.resources),
+        "suspension": None if lease.suspension is None else asdict(lease.suspension),
     }
 
 
@@ -70,8 +72,13 @@ def parse_lease(record: Record, gpu_records: Sequence[Record]) -> LeaseRow:
             node: ContainerSize(cpu_milli=cpu, memory_mib=memory) for node, (cpu, memory) in record["sizes"].items()
         },
         resources=parse_resources(record["ask"]),
+        suspension=None if record["suspension"] is None else parse_suspension(record["suspension"]),
         gpus=tuple(parse_gpu(gpu) for gpu in sorted(gpu_records, key=lambda g: (g["worker"], g["index"]))),
     )
+
+
+def parse_suspension(record: Record) -> Suspension:
+    return Suspension(**{**record, "state": SuspensionState(record["state"])})
 
 
 def build_resources_record(resources: ResourceRequest) -> dict[str, Any]:

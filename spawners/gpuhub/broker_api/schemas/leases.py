@@ -51,6 +51,19 @@ class LeaseState(StrEnum):
     RELEASED = "released"
 
 
+class SuspensionState(StrEnum):
+    """State of a suspended notebook: suspending → suspended → resuming → restoring; see `domain.suspension`."""
+
+    #: Its GPU memory is being moved into host memory; it still holds its GPU.
+    SUSPENDING = "suspending"
+    #: Its variables are in host memory, and others may have its GPU.
+    SUSPENDED = "suspended"
+    #: It waits in the queue for the GPU that it was suspended on.
+    RESUMING = "resuming"
+    #: It holds its GPU again, and its memory is being moved back.
+    RESTORING = "restoring"
+
+
 class Purpose(StrEnum):
     """Purpose of a lease."""
 
@@ -84,6 +97,17 @@ class IdleView(WireModel):
     keep_s: int = 0
 
 
+class SuspensionView(WireModel):
+    """A suspended notebook, as shown to its owner."""
+
+    state: SuspensionState
+    #: One line for people, such as `suspended for 12 min: its variables are in host memory`.
+    text: str
+    since: datetime
+    #: Host memory that holds what was on the GPU, MiB.
+    moved_mib: int
+
+
 class ActivityReport(WireModel):
     """What happens in a notebook, as its own server reports it."""
 
@@ -91,6 +115,8 @@ class ActivityReport(WireModel):
     is_busy: bool
     #: Seconds since the last activity of a kernel, terminal or file.
     inactive_s: Annotated[float, Field(ge=0, le=366 * 86400)]
+    #: Seconds since a cell last began; None if none has since the server started.
+    last_cell_s: Annotated[float, Field(ge=0, le=366 * 86400)] | None = None
 
 
 class ActivityAnswer(WireModel):
@@ -102,6 +128,8 @@ class ActivityAnswer(WireModel):
     report_in_s: float
     #: Defects and slowdowns of the notebook's GPUs, one text for each GPU that has some.
     gpu_problems: tuple[str, ...] = ()
+    #: None unless the notebook is suspended, or is being suspended or resumed.
+    suspension: SuspensionView | None = None
 
 
 class ReclaimRequest(WireModel):
@@ -172,7 +200,7 @@ class LeaseView(WireModel):
     state: LeaseState
     #: Number that grows with every change of the lease or of its place in the queue.
     version: int
-    #: Position in the queue, from 1; None unless requested.
+    #: Position in the queue, from 1; None unless requested, or resuming.
     position: int | None
     #: One line for the user that explains why the request waits. None unless requested.
     waiting_for: str | None
@@ -202,6 +230,10 @@ class LeaseView(WireModel):
     idle: IdleView | None = None
     #: Defects and slowdowns of its GPUs, one text for each GPU that has some; empty unless granted.
     gpu_problems: tuple[str, ...] = ()
+    #: None unless it is a notebook that is suspended, or is being suspended or resumed.
+    suspension: SuspensionView | None = None
+    #: Whether it is a notebook that its owner may suspend now.
+    may_suspend: bool = False
 
 
 class ActivationRequest(WireModel):

@@ -183,7 +183,7 @@ def test_migrations_create_the_tables_of_the_model(tmp_path: Path) -> None:
         version = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one()
     engine.dispose()
     assert differences == []
-    assert version == "0018"
+    assert version == "0019"
 
 
 def test_error_for_an_unreadable_store_names_the_file(tmp_path: Path) -> None:
