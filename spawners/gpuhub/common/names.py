@@ -36,7 +36,7 @@ RUN_PATTERN = r"[a-z0-9]([a-z0-9-]{4,38}[a-z0-9])"
 DATASET_PATTERN = r"datasets(/[A-Za-z0-9_][A-Za-z0-9._-]{0,62}){1,4}"
 
 LABEL_INSTANCE = "gpuhub.instance"
-LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent, courier, guard, stager or service
+LABEL_KIND = "gpuhub.kind"  # notebook, worker, agent, courier, guard, stager, suspender or service
 LABEL_LEASE = "gpuhub.lease"
 LABEL_EPOCH = "gpuhub.epoch"
 LABEL_OWNER = "gpuhub.owner"
@@ -56,6 +56,7 @@ KIND_COURIER = "courier"
 KIND_FIREWALL = "guard"
 KIND_STAGER = "stager"
 KIND_SERVICE = "service"
+KIND_SUSPENDER = "suspender"
 #: Kinds of volumes, in the same label.
 VOLUME_HOME = "home"
 VOLUME_DATASETS = "datasets"
@@ -63,7 +64,7 @@ VOLUME_MODELS = "models"
 VOLUME_SCRATCH = "scratch"
 VOLUME_STAGED = "staged"
 #: Kinds of containers without a lease, which have no GPU.
-KINDS_WITHOUT_LEASE = frozenset({KIND_AGENT, KIND_COURIER, KIND_FIREWALL, KIND_STAGER, KIND_SERVICE})
+KINDS_WITHOUT_LEASE = frozenset({KIND_AGENT, KIND_COURIER, KIND_FIREWALL, KIND_STAGER, KIND_SERVICE, KIND_SUSPENDER})
 #: Owner of the network on which nodes pass datasets on; no user's name has a colon.
 STAGING_OWNER = "gpuhub:staging"
 

@@ -29,7 +29,13 @@ from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
 from gpuhub.ops.doctor.room_checks import check_room
 from gpuhub.ops.doctor.room_temperature import PastReading, check_temperature
 from gpuhub.ops.doctor.service_checks import check_services, read_services
-from gpuhub.ops.doctor.version_checks import NodeVersions, check_cuda, collect_versions, compare_versions
+from gpuhub.ops.doctor.version_checks import (
+    NodeVersions,
+    check_cuda,
+    check_suspension,
+    collect_versions,
+    compare_versions,
+)
 from gpuhub.ops.images.wheels import find_torch_cuda
 
 #: Each entry point is a `BackendReader`; a backend without one has nothing to check.
@@ -215,6 +221,7 @@ async def _diagnose_node(
     host = add_gpu_report(host, facts.gpu_reports[node.name], is_running=facts.is_running)
     versions = collect_versions(docker, host)
     findings = [*check_node(docker, host, environment), *check_cuda(versions.driver, facts.image_cuda)]
+    findings += check_suspension(versions.driver) if cluster.suspends_idle_notebooks else []
     findings += [] if view is None else sleeping_nodes.check_power(view)
     if backend is not None:
         findings += backend.check_node(node, host)

@@ -26,6 +26,8 @@ _RUNC_PATCHES: dict[Version, int] = {(1, 2): 8, (1, 3): 3}
 #: CUDA's major version → the first driver that runs all its minor versions: table "CUDA Toolkit and Minimum Required
 #: Driver Version for CUDA Minor Version Compatibility" of the CUDA Toolkit's release notes.
 CUDA_DRIVERS: Mapping[int, Version] = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
+#: The first driver with CUDA's calls that move a process's GPU memory (CUDA 12.8).
+SUSPENSION_DRIVER: Version = (570,)
 _ADVICE = {
     "driver": "install the same branch of NVIDIA's driver on all nodes: launches over several nodes mix them",
     "system": "install the same release on all nodes, or expect that updates differ",
@@ -80,6 +82,17 @@ def check_cuda(driver: str, cuda: str | None) -> Iterator[Finding]:
             "cuda",
             f"the image's torch is built for CUDA {cuda}, and driver {driver} is too old for it",
             f"install driver {format_version(least)} or newer, or choose another torch_index below [images]",
+        )
+
+
+def check_suspension(driver: str) -> Iterator[Finding]:
+    """Check that the driver can move GPU memory, where notebooks are suspended."""
+    version = parse_version(driver)
+    if version is not None and version < SUSPENSION_DRIVER:
+        yield warning(
+            "suspension",
+            f"driver {driver} cannot move GPU memory, so notebooks there are not suspended",
+            f"install driver {format_version(SUSPENSION_DRIVER)} or newer, or leave idle.suspend_after out",
         )
 
 

@@ -15,6 +15,7 @@ from gpuhub.ops.doctor.node_facts import GpuFacts, HostFacts, build_docker_facts
 from gpuhub.ops.doctor.version_checks import (
     NodeVersions,
     check_cuda,
+    check_suspension,
     collect_versions,
     compare_versions,
     is_patched_runc,
@@ -142,3 +143,13 @@ def test_distribution_version_strings_are_parsed(text: str, version: tuple[int, 
 )
 def test_patched_versions_of_runc(text: str, safe: bool) -> None:
     assert is_patched_runc(text) is safe
+
+
+@pytest.mark.parametrize(
+    ("driver", "is_old"), [("550.163.01", True), ("570.86.15", False), ("580.159.04", False), ("", False)]
+)
+def test_driver_that_cannot_move_gpu_memory(driver: str, is_old: bool) -> None:
+    """Named where notebooks are suspended; an unknown driver is not."""
+    findings = list(check_suspension(driver))
+    assert [finding.check for finding in findings] == ["suspension"] * is_old
+    assert all("570" in finding.advice for finding in findings)
