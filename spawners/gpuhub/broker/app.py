@@ -53,6 +53,7 @@ from gpuhub.broker.controllers.notification_controller import NotificationContro
 from gpuhub.broker.controllers.power_controller import PowerController
 from gpuhub.broker.controllers.server_restarter import ServerRestarter
 from gpuhub.broker.controllers.stopped_nodes import end_stopped_work
+from gpuhub.broker.controllers.suspension_controller import SuspensionController
 from gpuhub.broker.controllers.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
 from gpuhub.broker.db.store import Store
@@ -211,8 +212,10 @@ def create_app(
                 "services": supervisor.run,
                 "networks": partial(_remove_networks, core, daemons, stager),
             }
-        if cluster.stops_idle_notebooks:
+        if cluster.stops_idle_notebooks or cluster.suspends_idle_notebooks:
             runs["idle notebooks"] = IdleController(core).run
+        if cluster.suspends_idle_notebooks:
+            runs["suspended notebooks"] = SuspensionController(core, daemons).run
         if capabilities.external_jobs:
             runs["backend controller"] = BackendController(core, backend).run
         loops = [asyncio.ensure_future(loop.keep_running(what, run)) for what, run in runs.items()]

@@ -135,6 +135,14 @@ class AsyncBrokerClient(BrokerConnection):
         """Free a lease's GPUs without proof; administrators only."""
         return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/force"))
 
+    async def suspend(self, lease_id: str) -> LeaseView:
+        """Move a notebook's GPU memory into host memory; see `POST /leases/{id}/suspend`."""
+        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/suspend"))
+
+    async def resume(self, lease_id: str) -> LeaseView:
+        """Have a suspended notebook wait for its GPU."""
+        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/resume"))
+
     async def keep(self, lease_id: str) -> LeaseView:
         """Keep an idle notebook."""
         return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/keep"))

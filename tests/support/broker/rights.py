@@ -80,6 +80,8 @@ POST /leases/{lease}/stage           | 409 |   H      H   N   N      H       Y  
 POST /leases/{lease}/extend          | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 POST /leases/{lease}/activity        | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 POST /leases/{lease}/keep            | 409 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /leases/{lease}/suspend         | 409 |   H      H   Y   Y      H       Y       H      Y    Y
+POST /leases/{lease}/resume          | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 POST /leases/{lease}/force           | 409 |   N      N   N   N      N       N       N      Y    Y
 DELETE /leases/{waiting}             | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 POST /reclaims                       | 200 |   N      N   N   N      N       N       Y      N    N

@@ -81,6 +81,11 @@ class SimulatedNode:
     #: Where users' homes are for what is run in their containers, and what is.
     homes: Path = Path("/nonexistent")
     execs: SimulatedExecs = field(default_factory=SimulatedExecs)
+    #: What moves GPU memory: its commands so far, outcomes in place of `done` by command, and what was moved out of each
+    #: container: its processes, and MiB.
+    suspender_commands: list[list[str]] = field(default_factory=list)
+    suspender_outcomes: dict[str, str] = field(default_factory=dict)
+    moved: dict[str, tuple[list[tuple[int, int]], int]] = field(default_factory=dict)
     #: On a guest: the folder with a home for each container.
     guest_homes: Path | None = None
 
@@ -158,6 +163,24 @@ class SimulatedNode:
             for slot, (part, mib) in enumerate(self.mig.get(index, ()))
         ] or [reading]
 
+    def run_suspender(self, command: list[str]) -> str:
+        """Do what `nodes.gpu_suspension` does, and return its output."""
+        self.suspender_commands.append(command)
+        what, container, uuid, *_ = command
+        outcome, moved_mib = self.suspender_outcomes.get(what, "done"), 0
+        if self.containers.get(container, {}).get("State") != "running" or uuid not in self.uuids:
+            outcome = "refused" if what == "suspend" else "failed"
+        if outcome == "done" and what == "suspend" and container not in self.moved:
+            index = self.uuids.index(uuid)
+            self.moved[container] = self.processes.pop(index, []), self.used_mib.pop(index, 4)
+            moved_mib = self.moved[container][1]
+        elif outcome == "done" and what == "resume" and container in self.moved:
+            index = self.uuids.index(uuid)
+            self.processes[index], self.used_mib[index] = self.moved.pop(container)
+            moved_mib = self.used_mib[index]
+        text = "" if outcome == "done" else f"{what} was {outcome}"
+        return json.dumps({"outcome": outcome, "text": text, "moved_mib": moved_mib})
+
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the containers with that label."""
         return [c for c in self.containers.values() if c["Labels"].get("gpuhub.kind") == kind]
@@ -213,6 +236,7 @@ class SimulatedClient:
             raise Conflict(f"node {self._node.name}: the name {name} is in use")
         made = self._node.run_container(labels, name=name, state="created")
         self._node.containers[made]["NetworkMode"] = (rest.get("host_config") or {}).get("network_mode", "")
+        self._node.containers[made]["Command"] = rest.get("command")
         return {"Id": made}
 
     def start(self, container: str) -> None:
@@ -221,6 +245,13 @@ class SimulatedClient:
             # dockerd answers 500, which is neither of the errors with a meaning.
             raise GpuhubError(f'node {self._node.name}: could not select device driver "" with capabilities: [[gpu]]')
         found.update(State="running", StartedAt=datetime.now(UTC).isoformat())
+        if found["Labels"].get("gpuhub.kind") == "suspender":
+            command = found["Command"]
+            found.update(State="exited", Output=self._node.run_suspender(command[command.index("-c") + 2 :]))
+
+    def update_container(self, container: str, **limits: Any) -> dict[str, Any]:
+        self._find(container)["Limits"] = limits
+        return {"Warnings": None}
 
     def stop(self, container: str, timeout: int = 10) -> None:
         self._find(container)["State"] = "exited"
@@ -289,8 +320,8 @@ class SimulatedClient:
         return self._node.execs.start(exec_id)
 
     def logs(self, container: str, **_arguments: Any) -> bytes:
-        self._find(container)
-        return self._node.print_line()
+        output = self._find(container).get("Output")
+        return self._node.print_line() if output is None else output.encode()
 
     def networks(self, **_arguments: Any) -> list[dict[str, Any]]:
         return []

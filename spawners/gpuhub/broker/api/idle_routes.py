@@ -1,4 +1,4 @@
-"""HTTP routes of idle notebooks: reports of notebooks, and what their owners and the hub's culler ask."""
+"""HTTP routes of idle and suspended notebooks: reports of notebooks, and what their owners and the hub's culler ask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request
 
 from gpuhub.broker.api.dependencies import API, Caller, ResourceId, identify, refuse_unknown_query
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.operations.idle import IdleOperations
+from gpuhub.broker.operations.idle import IdleOperations, SuspensionOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import ActivityAnswer, ActivityReport, LeaseView, ReclaimAnswer, ReclaimRequest
 
@@ -18,7 +18,13 @@ async def get_idle_operations(request: Request) -> IdleOperations:
     return IdleOperations(cast("BrokerState", request.app.state.core))
 
 
+async def get_suspensions(request: Request) -> SuspensionOperations:
+    """Return the operations on the app's suspended notebooks."""
+    return SuspensionOperations(cast("BrokerState", request.app.state.core))
+
+
 Operations = Annotated[IdleOperations, Depends(get_idle_operations)]
+Suspensions = Annotated[SuspensionOperations, Depends(get_suspensions)]
 
 api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["idle notebooks"])
 
@@ -33,6 +39,18 @@ async def post_activity(lease_id: ResourceId, body: ActivityReport, caller: Call
 async def post_keep(lease_id: ResourceId, caller: Caller, idle: Operations) -> LeaseView:
     """Keep an idle notebook for `[idle] keep`, at most for `longest_keep` in all."""
     return await idle.keep(caller, lease_id)
+
+
+@api.post("/leases/{lease_id}/suspend", responses=document_problems(404, 409, 422))
+async def post_suspend(lease_id: ResourceId, caller: Caller, suspensions: Suspensions) -> LeaseView:
+    """Move a notebook's GPU memory into host memory, so that others can have its GPU; its variables stay."""
+    return await suspensions.suspend(caller, lease_id)
+
+
+@api.post("/leases/{lease_id}/resume", responses=document_problems(404, 422))
+async def post_resume(lease_id: ResourceId, caller: Caller, suspensions: Suspensions) -> LeaseView:
+    """Have a suspended notebook wait for the GPU that it was suspended on."""
+    return await suspensions.resume(caller, lease_id)
 
 
 @api.post("/reclaims", responses=document_problems(413, 422))

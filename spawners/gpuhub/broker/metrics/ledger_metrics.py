@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.metrics.gpu_metrics import LABELS, label_gpu
-from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose
+from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, SuspensionState
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, LedgerSnapshot
 
 #: Upper bounds of the histogram of waits, seconds.
@@ -34,6 +34,7 @@ def collect_ledger(snapshot: LedgerSnapshot, now: float) -> Iterator[Metric]:
     jobs = {job.lease_id: job for job in snapshot.jobs.values()}
     leases = snapshot.leases.values()
     yield _count_leases(leases)
+    yield _count_suspended(leases)
     yield _collect_leased_gpus(leases, jobs)
     yield from _collect_queue([lease for lease in leases if lease.state is LeaseState.REQUESTED], now)
     yield from _collect_jobs(snapshot.jobs.values(), snapshot)
@@ -46,6 +47,16 @@ def _count_leases(leases: Iterable[LeaseRow]) -> Metric:
         for purpose in Purpose:
             if state is not LeaseState.RELEASED:
                 family.add_metric((purpose.value, state.value), float(count[purpose, state]))
+    return family
+
+
+def _count_suspended(leases: Iterable[LeaseRow]) -> Metric:
+    count = Tally(lease.suspension.state for lease in leases if lease.suspension is not None)
+    family = GaugeMetricFamily(
+        "gpuhub_lease_suspended", "Notebooks that have lent their GPU, or are about to.", labels=("state",)
+    )
+    for state in SuspensionState:
+        family.add_metric((state.value,), float(count[state]))
     return family
 
 

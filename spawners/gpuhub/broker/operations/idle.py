@@ -1,4 +1,4 @@
-"""Operations on idle notebooks: their own reports, their owner's wish to keep them, and the culler's question."""
+"""Operations on idle notebooks: their reports, the culler's question, and their owners, who keep or suspend them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.common.errors import Conflict, NotAllowed
 from gpuhub.common.units import format_span
-from gpuhub.domain import idle_policy, lease_states
+from gpuhub.domain import idle_policy, lease_states, suspension
 from gpuhub.domain.models import Identity, LeaseRow
 
 #: Interval of the reports of a notebook that is not stopped when it is idle, seconds: its GPUs may fail.
 UNUSED_REPORT_PERIOD_S = 60.0
+#: The same of one that is suspended, or may be at any time.
+SUSPENDED_REPORT_PERIOD_S = 2.0
 
 
 class IdleOperations:
@@ -37,10 +39,21 @@ class IdleOperations:
         """
         lease = await access.find_lease(self._core, caller, lease_id)
         limits, problems = self._core.idle.find_limits(lease), views.list_gpu_problems(self._core, lease)
+        if lease.suspension is not None:
+            now, cell_s = self._core.clock.now(), report.last_cell_s
+            if report.is_busy or (cell_s is not None and now - cell_s > lease.suspension.begun_at):
+                await request_resume(self._core, lease_id)
+            shown = views.view_suspension(self._core, self._core.ledger.snapshot.leases.get(lease_id, lease))
+            return ActivityAnswer(
+                idle=None, report_in_s=SUSPENDED_REPORT_PERIOD_S, gpu_problems=problems, suspension=shown
+            )
         if limits is None:
             return ActivityAnswer(idle=None, report_in_s=UNUSED_REPORT_PERIOD_S, gpu_problems=problems)
         self._core.idle.record_report(lease_id, report)
         period_s = idle_policy.choose_report_period(self._core.idle.assess(lease, limits))
+        if limits.suspend_after and report.inactive_s >= limits.suspend_after:
+            # It may be suspended at any time, and has to learn of it before its user runs a cell.
+            period_s = min(period_s, SUSPENDED_REPORT_PERIOD_S)
         return ActivityAnswer(idle=views.view_idle(self._core, lease), report_in_s=period_s, gpu_problems=problems)
 
     async def keep(self, caller: Identity, lease_id: str) -> LeaseView:
@@ -120,3 +133,60 @@ def _stop(transaction: Transaction, lease: LeaseRow, reason: str) -> None:
     gpus = ", ".join(f"{gpu.model} on {gpu.node}" for gpu in lease.held)
     text = f"{lease.owner}'s {name} ({gpus}): {reason}"
     transaction.add_event("lease.reclaimed", text, owner=lease.owner, lease=lease.id)
+
+
+class SuspensionOperations:
+    """What owners may do with their notebooks."""
+
+    def __init__(self, core: BrokerState) -> None:
+        self._core = core
+
+    async def suspend(self, caller: Identity, lease_id: str) -> LeaseView:
+        """Begin to suspend a notebook, so that others can have its GPU; repeated calls change nothing.
+
+        Raises:
+            NotFound: the lease does not exist, or it belongs to another user.
+            Conflict: it cannot be suspended now.
+        """
+        lease = await access.find_lease(self._core, caller, lease_id)
+        reason = None if lease.suspension is not None else self._core.idle.explain_unsuspendable(lease)
+        if reason is not None:
+            raise Conflict(f"the notebook cannot be suspended: {reason}")
+        await begin_suspension(self._core, lease_id)
+        return views.view_lease(self._core, await access.find_lease(self._core, caller, lease_id))
+
+    async def resume(self, caller: Identity, lease_id: str) -> LeaseView:
+        """Have a suspended notebook wait for its GPU; other notebooks do not change.
+
+        Raises:
+            NotFound: the lease does not exist, or it belongs to another user.
+        """
+        await access.find_lease(self._core, caller, lease_id)
+        await request_resume(self._core, lease_id)
+        return views.view_lease(self._core, await access.find_lease(self._core, caller, lease_id))
+
+
+async def begin_suspension(core: BrokerState, lease_id: str) -> None:
+    """Begin to suspend a notebook, unless it has ended or changed meanwhile."""
+
+    def edit(transaction: Transaction) -> None:
+        lease = transaction.leases.get(lease_id)
+        if lease is not None and suspension.explain_unsuitable(lease) is None:
+            memory_mib = core.capacity.find_used_mib(lease.gpus[0])
+            transaction.put_lease(suspension.begin(lease, memory_mib, transaction.now))
+
+    await core.ledger.change(edit)
+
+
+async def request_resume(core: BrokerState, lease_id: str) -> None:
+    """Have a suspended notebook wait for its GPU; others do not change."""
+    lease = core.ledger.snapshot.leases.get(lease_id)
+    if lease is None or suspension.request_resume(lease, core.clock.now()) is lease:
+        return
+
+    def edit(transaction: Transaction) -> None:
+        current = transaction.leases.get(lease_id)
+        if current is not None:
+            transaction.put_lease(suspension.request_resume(current, transaction.now))
+
+    await core.ledger.change(edit)

@@ -21,6 +21,7 @@ from gpuhub.broker_api.schemas import (
     PowerView,
     Purpose,
     QueueEntry,
+    SuspensionView,
     UsageView,
     WorkerView,
 )
@@ -96,6 +97,8 @@ def build_lease(
     *,
     idle: IdleView | None = None,
     gpu_problems: tuple[str, ...] = (),
+    suspension: SuspensionView | None = None,
+    may_suspend: bool = False,
 ) -> LeaseView:
     """Return a lease, as shown to its owner; `place` is its place in the queue, if it waits."""
     return LeaseView(
@@ -126,6 +129,8 @@ def build_lease(
         persistent=lease.is_persistent,
         idle=idle,
         gpu_problems=gpu_problems,
+        suspension=suspension,
+        may_suspend=may_suspend,
     )
 
 

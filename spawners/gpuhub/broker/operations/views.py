@@ -24,10 +24,11 @@ from gpuhub.broker_api.schemas import (
     JobView,
     LeaseView,
     NodeView,
+    SuspensionView,
     UsageView,
 )
 from gpuhub.common.errors import NotAllowed, NotFound
-from gpuhub.domain import idle_policy, lease_states, owner_limits
+from gpuhub.domain import idle_policy, lease_states, owner_limits, suspension
 from gpuhub.domain import reservations as reservation_rules
 from gpuhub.domain.costs import CostRecord
 from gpuhub.domain.models import EventRow, Identity, JobRow, LeaseRow
@@ -48,7 +49,28 @@ def view_lease(core: BrokerState, lease: LeaseRow) -> LeaseView:
     """Return a lease, as shown to its owner."""
     version, place = core.queue_positions.find_version(lease), core.queue_positions.refresh().get(lease.id)
     return serializers.build_lease(
-        lease, version, place, idle=view_idle(core, lease), gpu_problems=list_gpu_problems(core, lease)
+        lease,
+        version,
+        place,
+        idle=view_idle(core, lease),
+        gpu_problems=list_gpu_problems(core, lease),
+        suspension=view_suspension(core, lease),
+        may_suspend=core.idle.explain_unsuspendable(lease) is None,
+    )
+
+
+def view_suspension(core: BrokerState, lease: LeaseRow) -> SuspensionView | None:
+    """Return the suspension of a notebook as its owner sees it; None if it has none."""
+    if lease.suspension is None or lease.state not in lease_states.LIVE:
+        return None
+    place = core.queue_positions.refresh().get(lease.id)
+    position = None if place is None else place.position
+    text = suspension.describe(lease, lease.suspension, core.clock.now(), position)
+    return SuspensionView(
+        state=lease.suspension.state,
+        text=text,
+        since=serializers.to_datetime(lease.suspension.since),
+        moved_mib=lease.suspension.moved_mib,
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from gpuhub.broker.db.store import SeenGpu, Store
 from gpuhub.broker.state.gpu_records import GpuRecords
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import reservations as reservations_module
+from gpuhub.domain import suspension
 from gpuhub.domain.clock import Clock
-from gpuhub.domain.models import LeaseRow, ReservationRow
+from gpuhub.domain.models import LeasedGpu, LeaseRow, ReservationRow
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.node_capacity import build_awake_capacity, build_node_capacity
 from gpuhub.nodes.power_status import PowerStatus
@@ -26,6 +28,7 @@ class GpuLeaseFlags:
 
     def __init__(self) -> None:
         self._holders: dict[str, set[str]] = {}
+        self._awaited_by: dict[str, set[str]] = {}
         self._statuses: dict[str, GpuLeaseStatus] = {}
 
     @property
@@ -39,7 +42,7 @@ class GpuLeaseFlags:
     def mark_held(self, uuid: str, lease: str) -> None:
         """Mark a GPU, or a share of it, as held by a lease; repeated calls change nothing."""
         self._holders.setdefault(uuid, set()).add(lease)
-        self._statuses[uuid] = GpuLeaseStatus(leased=True, freed_at=self.get_status(uuid).freed_at)
+        self._statuses[uuid] = replace(self.get_status(uuid), leased=True)
 
     def mark_freed(self, uuid: str, lease: str, monotonic: float) -> None:
         """Mark a GPU as proven free of a lease; repeated calls change nothing."""
@@ -47,7 +50,19 @@ class GpuLeaseFlags:
         if lease not in holders:
             return
         holders.remove(lease)
-        self._statuses[uuid] = GpuLeaseStatus(leased=bool(holders), freed_at=monotonic)
+        self._statuses[uuid] = replace(self.get_status(uuid), leased=bool(holders), freed_at=monotonic)
+
+    def mark_awaited(self, uuid: str, lease: str, *, is_awaited: bool) -> bool:
+        """Mark whether a suspended notebook can only go on with a GPU; return whether that has changed."""
+        waiting = self._awaited_by.setdefault(uuid, set())
+        before = bool(waiting)
+        waiting.discard(lease)
+        if is_awaited:
+            waiting.add(lease)
+        if bool(waiting) == before:
+            return False
+        self._statuses[uuid] = replace(self.get_status(uuid), is_awaited=bool(waiting))
+        return True
 
 
 class Capacity:
@@ -121,6 +136,17 @@ class Capacity:
         for lease in rows:
             for gpu in lease.held:
                 self.lease_flags.mark_held(gpu.uuid, lease.id)
+            self.mark_awaited(lease)
+
+    def mark_awaited(self, lease: LeaseRow) -> set[str]:
+        """Mark whether a lease needs its GPU back; return the nodes in the settings for which that has changed."""
+        is_awaited = lease.is_open and suspension.is_without_gpu(lease)
+        return {
+            gpu.node
+            for gpu in (lease.gpus if is_awaited or lease.suspension is not None or lease.held_from else ())
+            if self.lease_flags.mark_awaited(gpu.uuid, lease.id, is_awaited=is_awaited)
+            and gpu.node in self.inventory.nodes
+        }
 
     def mark_freed(self, lease: LeaseRow) -> set[str]:
         """Mark the released GPUs of a lease as free, and return their nodes as far as these are in the settings."""
@@ -128,6 +154,13 @@ class Capacity:
         for gpu in freed:
             self.lease_flags.mark_freed(gpu.uuid, lease.id, self._clock.monotonic())
         return {gpu.node for gpu in freed if gpu.node in self.inventory.nodes}
+
+    def find_used_mib(self, gpu: LeasedGpu) -> int:
+        """Return the memory in use on a leased GPU by its last reading, MiB; all of it where that is not known."""
+        node = self.inventory.nodes.get(gpu.node)
+        readings = () if node is None else node.gpus
+        used = next((reading.memory_used_mib for reading in readings if reading.uuid == gpu.uuid), None)
+        return gpu.memory_mib if used is None else used
 
     async def save_seen_gpus(self, record: NodeStatus) -> None:
         """Store which GPUs a node has, for times when it cannot be read."""

@@ -195,7 +195,7 @@ class CostMeters:
         )
 
     def _build_meter(self, lease: LeaseRow, gpu: LeasedGpu) -> GpuMeter:
-        age_s = max(0.0, self._clock.now() - (lease.granted_at or self._clock.now()))
+        age_s = max(0.0, self._clock.now() - lease.charged_from)
         node = self._capacity.inventory.nodes.get(gpu.node)
         reading = None if node is None else self._find_reading(node, gpu.uuid)
         return GpuMeter(
@@ -262,9 +262,12 @@ class CostMeters:
         self._changed.add(account.record.id)
 
     def _end_if_over(self, account_id: str) -> None:
-        """End the record of what holds no GPU any more; a job that waits again keeps it."""
+        """End the record of what holds no GPU any more; a job that waits again and a suspended notebook keep it."""
         account = self._accounts.get(account_id)
         if account is None or account.meters or account_id in self._ledger.snapshot.jobs:
+            return
+        lease = self._ledger.snapshot.leases.get(account_id)
+        if lease is not None and lease.suspension is not None:
             return
         del self._accounts[account_id]
         self._changed.discard(account_id)

@@ -8,7 +8,7 @@ from typing import Any
 from gpuhub.broker.state import chains
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose
-from gpuhub.domain import job_states, lease_states
+from gpuhub.domain import job_states, lease_states, suspension
 from gpuhub.domain.job_states import PREEMPTED
 from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest, new_id
 from gpuhub.scheduler.interface import Grant, NodeAllocation, Preemption, SchedulingDecision
@@ -129,6 +129,9 @@ def apply_decision(
 
 
 def _grant(transaction: Transaction, lease: LeaseRow, grant: Grant, identity_of: IdentityOf) -> None:
+    if suspension.is_without_gpu(lease):
+        transaction.put_lease(suspension.regrant(lease, transaction.now))
+        return
     lease = transaction.put_lease(
         lease_states.grant(
             lease,

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 
-from gpuhub.broker_api.schemas import JobState, LeaseState
+from gpuhub.broker_api.schemas import JobState, LeaseState, SuspensionState
 from gpuhub.common.errors import Unavailable
 from gpuhub.domain.clock import wait_event
 from gpuhub.domain.job_states import PREEMPTED
-from gpuhub.domain.models import EventRow, JobRow, LeasedGpu, LeaseRow
+from gpuhub.domain.models import EventRow, JobRow, LeasedGpu, LeaseRow, Suspension
 from gpuhub.domain.notifications import list_job_notifications, list_lease_notifications
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,8 @@ def _list_lease_changes(before: LeaseRow | None, after: LeaseRow) -> Iterator[tu
     shed = _find_newly_set(before, after, "shrink_requested_at")
     if shed:
         yield "lease.shed", f"{who} gives back {_describe(shed, ())}"
+    if before is not None and after.state is LeaseState.ACTIVE and before.suspension != after.suspension:
+        yield from _list_suspension_changes(before.suspension, after)
     if after.state is old:
         return
     if after.state is LeaseState.RELEASING:
@@ -75,6 +77,20 @@ def _list_lease_changes(before: LeaseRow | None, after: LeaseRow) -> Iterator[tu
         yield "lease.quarantined", f"{who} ends without proof, its GPUs stay blocked: {after.note}"
     elif after.state is LeaseState.RELEASED:
         yield "lease.released", f"{who} is over: {after.reason}"
+
+
+def _list_suspension_changes(before: Suspension | None, after: LeaseRow) -> Iterator[tuple[str, str]]:
+    name, gpus = f"{after.owner}'s notebook", _describe(after.gpus, after.nodes)
+    old, new = (None if part is None else part.state for part in (before, after.suspension))
+    if new is old:
+        return
+    if new is SuspensionState.SUSPENDED and after.suspension is not None:
+        memory = f"{after.suspension.moved_mib / 1024:.1f} GiB"
+        yield "lease.suspended", f"{name} is suspended, {memory} of GPU memory are in host memory: {gpus} is free"
+    elif new is SuspensionState.RESUMING:
+        yield "lease.resuming", f"{name} waits for {gpus} to go on"
+    elif new is None and old is SuspensionState.RESTORING:
+        yield "lease.resumed", f"{name} has {gpus} back and goes on"
 
 
 def _find_newly_set(before: LeaseRow | None, after: LeaseRow, moment: str) -> tuple[LeasedGpu, ...]:

@@ -1,4 +1,7 @@
-"""Which notebooks are idle: their own reports, and the readings of their GPUs, in this run of the broker."""
+"""Which notebooks are idle: their own reports, and the readings of their GPUs, in this run of the broker.
+
+Idle notebooks are stopped, or suspended for others who wait, or both.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import ActivityReport, LeaseState, Purpose
 from gpuhub.config.idle import IdleSettings
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.domain import idle_policy, lease_states
+from gpuhub.domain import idle_policy, lease_states, suspension
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.idle_policy import IdleAssessment, IdleObservation
 from gpuhub.domain.models import LeaseRow
+from gpuhub.domain.suspension import IdleHolder
 
 
 @dataclass(slots=True)
@@ -25,6 +29,8 @@ class _Record:
     used_at: float | None = None
     unused_since: float | None = None
     warned_at: float | None = None
+    #: Its last attempt to be suspended was refused, and it was not used since.
+    is_refused: bool = False
 
 
 class IdleNotebooks:
@@ -32,24 +38,24 @@ class IdleNotebooks:
 
     def __init__(self, *, cluster: ClusterSettings, ledger: Ledger, capacity: Capacity, clock: Clock) -> None:
         self._cluster = cluster
-        self._is_on = cluster.stops_idle_notebooks
+        self._is_on = cluster.stops_idle_notebooks or cluster.suspends_idle_notebooks
         self._ledger = ledger
         self._capacity = capacity
         self._clock = clock
         self._records: dict[str, _Record] = {}
 
     def find_limits(self, lease: LeaseRow) -> IdleSettings | None:
-        """Return the settings by which a notebook is stopped while it is idle; None if it is not."""
+        """Return the settings by which a notebook is stopped or suspended while it is idle; None if it is neither."""
         if not self._is_on or lease.purpose is not Purpose.NOTEBOOK or lease.state is not LeaseState.ACTIVE:
             return None
         profile = self._cluster.profile(lease.profile or "")
         if not lease.held or profile is None or lease_states.is_expired(lease, self._clock.now()):
             return None
         limits = profile.idle.merge(self._cluster.idle)
-        return limits if limits.is_on else None
+        return limits if limits.is_on or limits.suspend_after else None
 
     def list_leases(self) -> Iterator[tuple[LeaseRow, IdleSettings]]:
-        """Yield the notebooks that are stopped when they are idle, with their settings."""
+        """Yield the notebooks that are stopped or suspended when they are idle, with their settings."""
         for lease in self._ledger.snapshot.leases.values() if self._is_on else ():
             limits = self.find_limits(lease)
             if limits is not None:
@@ -59,6 +65,7 @@ class IdleNotebooks:
         """Take over what a notebook reports about itself."""
         record = self._records.setdefault(lease_id, _Record())
         record.report, record.reported_at = report, self._clock.monotonic()
+        record.is_refused = record.is_refused and not report.is_busy
 
     def update(self, lease: LeaseRow, limits: IdleSettings) -> IdleAssessment | None:
         """Take over the readings of a notebook's GPUs; return the assessment if its owner is warned from now on."""
@@ -96,6 +103,45 @@ class IdleNotebooks:
                 warned_s=None if record.warned_at is None else now - record.warned_at,
             ),
         )
+
+    def find_inactive_s(self, lease: LeaseRow) -> float | None:
+        """Return the seconds without activity of a notebook; None while it is busy, or if that is not known."""
+        record, now = self._records.get(lease.id), self._clock.monotonic()
+        if record is None or record.report is None or now - record.reported_at > idle_policy.REPORT_TIMEOUT_S:
+            return None
+        if record.report.is_busy or self._ledger.index.find("jobs of notebook", lease.id):
+            return None
+        inactive_s = record.report.inactive_s + now - record.reported_at
+        return inactive_s if record.used_at is None else min(inactive_s, now - record.used_at)
+
+    def explain_unsuspendable(self, lease: LeaseRow) -> str | None:
+        """Return why a notebook cannot be suspended now, for its owner; None if it can."""
+        limits = self.find_limits(lease)
+        if lease.suspension is not None:
+            return f"it is {lease.suspension.state} already"
+        if limits is None or not limits.suspend_after:
+            return "the settings of this cluster do not allow it (idle.suspend_after)"
+        reason = suspension.explain_unsuitable(lease)
+        if reason is None and self.find_inactive_s(lease) is None:
+            return "a cell or a job of it runs, or it has not reported what it does"
+        return reason
+
+    def list_suspendable(self) -> list[IdleHolder]:
+        """Return the notebooks that have been idle for long enough to be suspended for others."""
+        holders = []
+        for lease, limits in self.list_leases():
+            inactive_s = self.find_inactive_s(lease)
+            is_kept = (lease.kept_until or 0.0) > self._clock.now()
+            if not limits.suspend_after or inactive_s is None or inactive_s < limits.suspend_after or is_kept:
+                continue
+            if not self._records[lease.id].is_refused and self.explain_unsuspendable(lease) is None:
+                holders.append(IdleHolder(lease=lease.id, uuid=lease.gpus[0].uuid, idle_s=inactive_s))
+        return holders
+
+    def note_refusal(self, lease_id: str) -> None:
+        """Note that a notebook could not be suspended: it is not tried again until it was used."""
+        if lease_id in self._records:
+            self._records[lease_id].is_refused = True
 
     def forget_warning(self, lease_id: str) -> None:
         """Have a notebook that is kept warned again for the whole time."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpuhub.broker.state.ledger import Ledger
-from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import LeaseRow
 from gpuhub.scheduler.interface import PendingReason, Scheduler
@@ -96,7 +95,7 @@ class QueuePositions(Mapping[str, QueuePosition]):
 
     def _waits(self, lease_id: str) -> bool:
         lease = self._ledger.snapshot.leases.get(lease_id)
-        return lease is not None and lease.state is LeaseState.REQUESTED and not lease.is_held
+        return lease is not None and lease.waits
 
     def _explain(self, lease_id: str, old: QueuePosition | None) -> PendingReason:
         position = self._positions.get(lease_id, len(self._positions) + 1)

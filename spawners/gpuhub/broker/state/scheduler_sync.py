@@ -9,7 +9,6 @@ from gpuhub.broker.db.store import Store
 from gpuhub.broker.state import effects, events
 from gpuhub.broker.state.capacity import Capacity
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.config.settings import ClusterSettings, SchedulingSettings
 from gpuhub.domain import owner_limits, scheduler_input
 from gpuhub.domain.clock import Clock
@@ -212,24 +211,41 @@ class SchedulerSync:
 
     def _send_lease(self, transaction: Transaction, lease: LeaseRow) -> set[str]:
         """Send a lease to the scheduler; return the nodes on which GPUs were freed."""
-        before = self._sent.get(lease.id)
-        value = _build_scheduler_value(transaction.index.find_one("job of lease", lease.id), transaction, lease)
-        if value == before:
-            return set()
+        job_id = transaction.index.find_one("job of lease", lease.id)
+        job = None if job_id is None else transaction.jobs[job_id]
+        values = {_get_id(value): value for value in scheduler_input.list_values(lease, job)}
+        has_changed = False
+        for value_id in (lease.id, f"{lease.id}{scheduler_input.HOST_SUFFIX}"):
+            value, before = values.get(value_id), self._sent.get(value_id)
+            if value != before:
+                self._send_value(value_id, before, value, transaction.now)
+                has_changed = True
+            if isinstance(value, SchedulingRequest):
+                self._ensure_owner(lease.owner, lease.groups)
+        return self._capacity.mark_freed(lease) | self._capacity.mark_awaited(lease) if has_changed else set()
+
+    def _send_value(
+        self,
+        value_id: str,
+        before: SchedulingRequest | Allocation | None,
+        value: SchedulingRequest | Allocation | None,
+        now: float,
+    ) -> None:
         if value is None:
-            self._sent.pop(lease.id)
-            self._scheduler.remove(lease.id, transaction.now)
-        elif isinstance(value, SchedulingRequest):
-            self._sent[lease.id] = value
-            self._ensure_owner(lease.owner, lease.groups)
-            self._scheduler.put_request(value)
-        else:
-            self._sent[lease.id] = value
-            self._scheduler.put_allocation(value)
+            self._sent.pop(value_id)
+            self._scheduler.remove(value_id, now)
+            return
+        self._sent[value_id] = value
+        if isinstance(value, SchedulingRequest):
             if isinstance(before, Allocation):
-                for record in list_released_usage(before, value, transaction.now):
-                    self._scheduler.record_usage(record)
-        return self._capacity.mark_freed(lease)
+                # A suspended notebook that is wanted at once.
+                self._scheduler.remove(value_id, now)
+            self._scheduler.put_request(value)
+            return
+        self._scheduler.put_allocation(value)
+        if isinstance(before, Allocation):
+            for record in list_released_usage(before, value, now):
+                self._scheduler.record_usage(record)
 
     def _ensure_owner(self, owner: str, groups: Iterable[str]) -> None:
         if owner not in self._quotas:
@@ -241,20 +257,14 @@ class SchedulerSync:
         for record in reversed(usage_records):
             self._groups.setdefault(record.owner, record.groups)
         job_of = {job.lease_id: job for job in snapshot.jobs.values()}
-        requests = [
-            scheduler_input.build_request(lease)
+        values = [
+            value
             for lease in snapshot.leases.values()
-            if lease.state is LeaseState.REQUESTED and not lease.is_held
+            for value in scheduler_input.list_values(lease, job_of.get(lease.id))
         ]
-        allocations = [
-            scheduler_input.build_allocation(lease, job_of.get(lease.id))
-            for lease in snapshot.leases.values()
-            if lease.state is not LeaseState.REQUESTED
-        ]
-        self._sent = {
-            **{request.id: request for request in requests},
-            **{allocation.request.id: allocation for allocation in allocations},
-        }
+        requests = [value for value in values if isinstance(value, SchedulingRequest)]
+        allocations = [value for value in values if isinstance(value, Allocation)]
+        self._sent = {_get_id(value): value for value in values}
         self._nodes = {name: self._capacity.build_node_capacity(name) for name in self._capacity.inventory.nodes}
         return SchedulerSnapshot(
             nodes=list(self._nodes.values()),
@@ -272,14 +282,8 @@ class SchedulerSync:
         self._timer = loop.call_later(max(MIN_SLEEP_S, seconds), self._wake)
 
 
-def _build_scheduler_value(
-    job_id: str | None, transaction: Transaction, lease: LeaseRow
-) -> SchedulingRequest | Allocation | None:
-    if not lease.is_open or lease.is_held:
-        return None
-    if lease.state is LeaseState.REQUESTED:
-        return scheduler_input.build_request(lease)
-    return scheduler_input.build_allocation(lease, None if job_id is None else transaction.jobs[job_id])
+def _get_id(value: SchedulingRequest | Allocation) -> str:
+    return value.id if isinstance(value, SchedulingRequest) else value.request.id
 
 
 def _uuids(node: NodeCapacity) -> set[str]:

@@ -74,9 +74,11 @@ def _lease_tags(lease: LeaseRow | None) -> Iterator[Tag]:
         yield ("jobs of", lease.owner)
         for group in lease.groups:
             yield ("jobs in", group)
+    if lease.waits:
+        yield ("waiting",)
+    if lease.suspension is not None:
+        yield ("suspended",)
     if lease.state is LeaseState.REQUESTED:
-        if not lease.is_held:
-            yield ("waiting",)
         yield ("waiting of", lease.owner)
         for group in lease.groups:
             yield ("waiting in", group)

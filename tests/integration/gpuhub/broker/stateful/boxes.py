@@ -82,7 +82,10 @@ class Box:
                     kind=labels[names.LABEL_KIND],
                     worker=labels.get(names.LABEL_WORKER, ""),
                     epoch=labels.get(names.LABEL_EPOCH, ""),
-                    uuids=tuple(uuid for uuid in labels.get(UUIDS, "").split(",") if uuid),
+                    # A suspended one has nothing on its GPU, and cannot start there.
+                    uuids=()
+                    if found["Id"] in self.node.moved
+                    else tuple(uuid for uuid in labels.get(UUIDS, "").split(",") if uuid),
                 )
 
     def heal_link(self) -> None:
@@ -100,6 +103,9 @@ class Box:
         self.link = Link.DOWN
         self.ghosts.clear()
         self.backlog.clear()
+        self.node.moved.clear()
+        self.node.processes.clear()
+        self.node.used_mib.clear()
         self.is_wiped = False
         self.node.boot_id = f"boot-{self.name}-{self._turn}"
         for found in self.node.containers.values():

@@ -84,6 +84,13 @@ class BrokerMachine(RuleBasedStateMachine):
         notebook = pick(self.people.notebooks, index)
         (self.people.stop if is_stopped else self.people.end)(notebook)
 
+    @precondition(lambda self: self.backend == "builtin" and self.people.notebooks)
+    @rule(index=INDEX, step=st.sampled_from(("idle", "cell", "suspend", "resume")), wait_s=st.sampled_from((0, 4)))
+    def lend(self, index: int, step: str, wait_s: int) -> None:
+        """Let a notebook report, or its owner lend its GPU or ask for it again."""
+        self.people.lend(pick(self.people.notebooks, index), step)
+        self.world.advance(wait_s)
+
     @rule(is_restored=st.booleans())
     def hub_looks(self, is_restored: bool) -> None:
         self.people.hub_stops()

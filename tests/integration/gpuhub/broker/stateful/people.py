@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from gpuhub.broker.operations.idle import IdleOperations, SuspensionOperations
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
+    ActivityReport,
     ArrayRequest,
     JobRequest,
     JobView,
@@ -292,6 +294,18 @@ class People:
             return []
         rows = sorted(self.world.core.ledger.snapshot.leases.values(), key=lambda row: row.seq)
         return [row.id for row in rows if row.state in states]
+
+    def lend(self, notebook: Notebook, step: str) -> None:
+        """Report that a notebook is idle or runs a cell, or suspend or resume it."""
+        if not self.world.is_alive or notebook.lease is None:
+            return
+        core, owner = self.world.core, Identity(name=notebook.owner)
+        report = ActivityReport(is_busy=step == "cell", inactive_s=0.0 if step == "suspend" else 600.0)
+        if step != "resume":
+            self.world.try_call(IdleOperations(core).report(owner, notebook.lease, report))
+        if step in {"suspend", "resume"} and self.world.is_alive:
+            operations = SuspensionOperations(self.world.core)
+            self.world.try_call(getattr(operations, step)(owner, notebook.lease))
 
     def excuse(self, node: str, why: str) -> None:
         """Record a reason why containers on a node may end."""

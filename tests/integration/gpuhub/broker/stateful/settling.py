@@ -159,6 +159,8 @@ def _find_starving_request(world: World) -> list[str]:
     nodes = [node for node in world.broker.nodes(ADMIN) if node.name not in closed]
     free = [gpu for node in nodes for gpu in node.gpus if gpu.state is GpuState.FREE]
     ask = first.resources
+    if first.suspension is not None:
+        free = [gpu for gpu in free if gpu.uuid == first.gpus[0].uuid]
     fitting = [
         gpu.uuid
         for gpu in free

@@ -201,7 +201,7 @@ def _compare_scheduler(world: World) -> list[str]:
     core = world.core
     leases = core.ledger.snapshot.leases.values()
     now = core.clock.now()
-    waiting = {row.id for row in leases if row.state is LeaseState.REQUESTED and not row.is_held}
+    waiting = {row.id for row in leases if row.waits}
     found = []
     # Other users' jobs have positions in Slurm's queue.
     if {one for one in core.scheduler.order_requests(now) if not one.startswith("slurm-")} != waiting:

@@ -24,7 +24,7 @@ from gpuhub.broker.db.store import Store
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.errors import GpuhubError
-from gpuhub.config.settings import ClusterSettings, ProfileSettings, SchedulingSettings, UserSettings
+from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.user_containers import CourierSpec, WorkerSpec
 from gpuhub.domain import models
@@ -55,7 +55,8 @@ USERS = UserSettings(allowed=("ada", "ben", "cleo"), max_waiting=50)
 def builtin_cluster() -> ClusterSettings:
     """Return settings with the builtin scheduler."""
     scheduling = SchedulingSettings(preemption=True, preempt_grace="20s", quarantine_after="30s", down_after="60s")
-    return build_cluster(CARDS, PROFILES, users=USERS, scheduling=scheduling)
+    idle = IdleSettings(suspend_after="30s")
+    return build_cluster(CARDS, PROFILES, users=USERS, scheduling=scheduling, idle=idle)
 
 
 def slurm_cluster() -> ClusterSettings:

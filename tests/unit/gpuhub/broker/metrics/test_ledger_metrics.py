@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry
 
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.metrics.ledger_metrics import MAX_EVENT_KINDS, LedgerCounters, collect_ledger
-from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.broker_api.schemas import LeaseState, SuspensionState
 from gpuhub.domain import job_states, lease_states
-from gpuhub.domain.models import EventRow, LedgerSnapshot, ResourceRequest
+from gpuhub.domain.models import EventRow, LedgerSnapshot, ResourceRequest, Suspension
 from tests.support.broker.factories import build_running_job, lease_row
 from tests.support.broker.metrics import Metrics
 
@@ -39,6 +39,14 @@ def test_waiting_requests_are_summed_by_owner() -> None:
     assert metrics.value("gpuhub_queue_oldest_age_seconds", **who) == 100.0
     assert metrics.value("gpuhub_queue_length") == 2
     assert metrics.value("gpuhub_lease_open", purpose="notebook", state="requested") == 2
+
+
+def test_suspended_notebooks_are_counted_by_state() -> None:
+    """Every state is there, also without any."""
+    suspension = Suspension(state=SuspensionState.SUSPENDED, since=1.0)
+    metrics = Metrics(collect_ledger(snapshot_of(lease_row(state=LeaseState.ACTIVE, suspension=suspension)), 2.0))
+    assert metrics.value("gpuhub_lease_suspended", state="suspended") == 1
+    assert sorted(metrics.values("gpuhub_lease_suspended")) == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_held_gpus_name_their_lease_and_job() -> None:

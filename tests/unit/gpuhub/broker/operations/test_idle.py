@@ -190,7 +190,9 @@ async def _is_empty(find: Any) -> bool:
 @pytest.mark.parametrize("scene", [{}], indirect=True)
 async def test_without_limits_nothing_is_stopped_or_shown(scene: Scene) -> None:
     """Reports are wanted rarely, for what they answer about the GPUs."""
-    assert await scene.report(9 * HOUR) == {"idle": None, "report_in_s": 60.0, "gpu_problems": []}
+    assert await scene.report(9 * HOUR) == {
+        "idle": None, "report_in_s": 60.0, "gpu_problems": [], "suspension": None,
+    }  # fmt: skip
     assert not await scene.ask_culler()
     assert (await read(scene.running, "ada", scene.path))["idle"] is None
 

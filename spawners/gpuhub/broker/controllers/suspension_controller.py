@@ -1,0 +1,182 @@
+"""The controller of suspended notebooks: it chooses idle ones for those who wait, and moves their GPU memory.
+
+Every step of a suspension is stored before the node is called, and every call may be repeated: after a restart the
+controller goes on where the last one was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from gpuhub.broker.controllers.loop import run_step
+from gpuhub.broker.controllers.loop import stop as stop_tasks
+from gpuhub.broker.operations.idle import begin_suspension
+from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker_api.schemas import SuspensionState
+from gpuhub.common.errors import GpuhubError
+from gpuhub.docker.client import DockerClients
+from gpuhub.domain import lease_states, scheduler_input, suspension
+from gpuhub.domain.models import LeaseRow
+from gpuhub.domain.suspension import WaitingDemand
+from gpuhub.nodes import suspension_container
+from gpuhub.nodes.suspension_container import SuspensionOutcome, SuspensionResult
+
+log = logging.getLogger(__name__)
+
+#: Interval in which notebooks are chosen, and in which a call that failed is repeated, seconds.
+CHECK_PERIOD_S = 2.0
+#: Waiting requests for which notebooks are chosen, the first ones of the queue.
+MAX_DEMANDS = 32
+#: Memory that a container gets beyond what its GPU's memory takes, for CUDA's own copies, MiB.
+MARGIN_MIB = 512
+
+
+class SuspensionController:
+    """Suspends and resumes notebooks, until cancelled."""
+
+    def __init__(self, core: BrokerState, daemons: DockerClients) -> None:
+        self._core = core
+        self._daemons = daemons
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        #: Nodes on which an earlier broker may have left a container that moved memory.
+        self._unswept = {node.name for node in daemons.nodes}
+
+    async def run(self) -> None:
+        try:
+            while True:
+                changed = self._core.ledger.changed
+                await run_step("suspended notebooks", self.update)
+                try:
+                    async with asyncio.timeout(CHECK_PERIOD_S):
+                        await changed.wait()
+                except TimeoutError:
+                    continue
+                # Many changes at once cause one check.
+                await asyncio.sleep(0.1)
+        finally:
+            if self._tasks:
+                await stop_tasks(list(self._tasks.values()))
+
+    async def update(self) -> None:
+        """Choose notebooks to suspend, and work on each one whose memory has to be moved."""
+        await self._sweep()
+        for lease_id in self._choose():
+            await begin_suspension(self._core, lease_id)
+        for lease in self._core.ledger.find_leases("suspended"):
+            state = None if lease.suspension is None else lease.suspension.state
+            if lease.state not in lease_states.LIVE or lease.id in self._tasks:
+                continue
+            if state in (SuspensionState.SUSPENDING, SuspensionState.RESTORING):
+                task = asyncio.ensure_future(self._work(lease.id))
+                self._tasks[lease.id] = task
+                task.add_done_callback(partial(self._forget, lease.id))
+
+    async def _sweep(self) -> None:
+        """Remove containers that earlier brokers left and that have ended."""
+        for node in [name for name in self._unswept if self._core.capacity.inventory.nodes[name].is_up]:
+            try:
+                if not await suspension_container.remove_ended(self._daemons, node):
+                    self._unswept.discard(node)
+            except GpuhubError as error:
+                log.warning("node %s: containers that moved GPU memory are removed later: %s", node, error)
+
+    def _forget(self, lease_id: str, _task: asyncio.Task[None]) -> None:
+        self._tasks.pop(lease_id, None)
+
+    # -- choice ---------------------------------------------------------------------------------------------------
+
+    def _choose(self) -> list[str]:
+        core = self._core
+        waiting = core.ledger.find_leases("waiting")
+        holders = core.idle.list_suspendable() if waiting else []
+        if not holders:
+            return []
+        held = {gpu.uuid for lease in core.ledger.snapshot.leases.values() for gpu in lease.held}
+        free = {gpu.uuid for node in core.capacity.inventory.nodes.values() for gpu in node.gpus} - held
+        free |= set(self._list_leaving())
+        by_id = {lease.id: lease for lease in waiting}
+        order = [by_id[lease_id] for lease_id in core.scheduler.order_requests(core.clock.now()) if lease_id in by_id]
+        return suspension.choose(map(self._build_demand, order[:MAX_DEMANDS]), holders, free)
+
+    def _list_leaving(self) -> Iterator[str]:
+        """Yield the GPUs that are about to be free: of leases that end, and of notebooks that are being suspended."""
+        for lease in self._core.ledger.snapshot.leases.values():
+            is_suspending = lease.suspension is not None and lease.suspension.state is SuspensionState.SUSPENDING
+            if lease.state in lease_states.ENDING or is_suspending:
+                yield from (gpu.uuid for gpu in lease.held)
+
+    def _build_demand(self, lease: LeaseRow) -> WaitingDemand:
+        if lease.suspension is not None:
+            return WaitingDemand(gpus=1, candidates=frozenset({lease.gpus[0].uuid}))
+        request = scheduler_input.build_request(lease)
+        return WaitingDemand(gpus=request.least_size, candidates=self._core.scheduler.find_candidates(request))
+
+    # -- moving ---------------------------------------------------------------------------------------------------
+
+    async def _work(self, lease_id: str) -> None:
+        lease = self._core.ledger.snapshot.leases.get(lease_id)
+        if lease is None or lease.suspension is None or lease.state not in lease_states.LIVE:
+            return
+        is_suspending = lease.suspension.state is SuspensionState.SUSPENDING
+        try:
+            await (self._move_out(lease) if is_suspending else self._move_back(lease))
+        except GpuhubError as error:
+            # Whether the node has done it is not known: the next call finds out.
+            log.warning("lease %s: its GPU memory could not be moved: %s", lease_id, error)
+            await asyncio.sleep(CHECK_PERIOD_S)
+
+    async def _move_out(self, lease: LeaseRow) -> None:
+        gpu, container = lease.gpus[0], lease.container_id or ""
+        size_mib = lease.find_size(gpu.node).memory_mib + MARGIN_MIB
+        # The last reading of what it uses may be from before its last cell.
+        await self._set_limit(lease, size_mib + gpu.memory_mib)
+        result = await suspension_container.move_out(
+            self._daemons, gpu.node, container=container, gpu=gpu.uuid, max_mib=gpu.memory_mib
+        )
+        if result.outcome is SuspensionOutcome.DONE:
+            # What an interrupted attempt has moved is not in the result.
+            moved_mib = max(result.moved_mib, 0 if lease.suspension is None else lease.suspension.moved_mib)
+            await self._change(lease, lambda row, now: suspension.prove(row, moved_mib, now))
+            await self._set_limit(lease, size_mib + moved_mib)
+        elif result.outcome is SuspensionOutcome.REFUSED:
+            self._core.idle.note_refusal(lease.id)
+            await self._change(lease, lambda row, _: suspension.abandon(row))
+            text = f"{lease.owner}'s notebook on {gpu.node} could not be suspended: {result.text}"
+            self._core.add_event("lease.not-suspended", text, owner=lease.owner, lease=lease.id)
+            await self._set_limit(lease, size_mib - MARGIN_MIB)
+        else:
+            await self._give_up(lease, result)
+
+    async def _move_back(self, lease: LeaseRow) -> None:
+        gpu, container = lease.gpus[0], lease.container_id or ""
+        result = await suspension_container.move_back(self._daemons, gpu.node, container=container, gpu=gpu.uuid)
+        if result.outcome is SuspensionOutcome.DONE:
+            await self._change(lease, lambda row, _: suspension.finish(row))
+            await self._set_limit(lease, lease.find_size(gpu.node).memory_mib)
+        elif result.outcome is SuspensionOutcome.FAILED:
+            await self._give_up(lease, result)
+        else:
+            # Nothing may be restored onto a GPU that is not empty: that would be the end of the notebook.
+            log.warning("lease %s waits for an empty GPU: %s", lease.id, result.text)
+            await asyncio.sleep(CHECK_PERIOD_S)
+
+    async def _set_limit(self, lease: LeaseRow, memory_mib: int) -> None:
+        container, node = lease.container_id or "", lease.gpus[0].node
+        await suspension_container.set_memory_limit(self._daemons, node, container, memory_mib)
+
+    async def _give_up(self, lease: LeaseRow, result: SuspensionResult) -> None:
+        reason = f"it was suspended and cannot go on: {result.text}. Its files are kept"
+        await self._change(lease, lambda row, now: lease_states.release(row, reason, now))
+
+    async def _change(self, lease: LeaseRow, edit: Callable[[LeaseRow, float], LeaseRow]) -> None:
+        def apply(transaction: Transaction) -> None:
+            current = transaction.leases.get(lease.id)
+            # It may have been asked to end meanwhile; then its container is removed, whatever its memory is.
+            if current is not None and current.state in lease_states.LIVE and current.suspension is not None:
+                transaction.put_lease(edit(current, transaction.now))
+
+        await self._core.ledger.change(apply)
