@@ -13,7 +13,7 @@ import pytest
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.errors import BrokerError
 from gpu_launch.launch.worker_group import BrokerWorkerGroup
-from gpuhub.broker_api.schemas import IdleView
+from gpuhub.broker_api.schemas import IdleView, SuspensionView
 from gpuhub.common import names
 from gpuhub.config.settings import IdleSettings
 from tests.support.broker.in_process import Running, Setting, served_broker
@@ -22,8 +22,8 @@ from tests.support.docker.simulated_nodes import build_cluster, wait_until
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    """A broker that has notebooks stopped after an hour without activity."""
-    cluster = build_cluster().model_copy(update={"idle": IdleSettings(stop_after="1h")})
+    """A broker that has notebooks stopped after an hour without activity, and suspended for others after ten minutes."""
+    cluster = build_cluster().model_copy(update={"idle": IdleSettings(stop_after="1h", suspend_after="10m")})
     with served_broker(Setting(tmp_path, cluster=cluster, spawner_token="spawner")) as served:
         yield served
 
@@ -50,7 +50,7 @@ def test_reports_and_keeping(running: Running, lease: dict[str, Any]) -> None:
     """The broker's answers are what the notebook's server and JupyterLab read; a refusal has its text."""
     client = BrokerClient(running.url, "ada", patience_s=5.0)
     answer = client.report_activity(lease["id"], is_busy=True, inactive_s=0.0)
-    assert answer == {"idle": None, "report_in_s": 10.0, "gpu_problems": []}
+    assert answer == {"idle": None, "report_in_s": 10.0, "gpu_problems": [], "suspension": None}
     with pytest.raises(BrokerError, match="the notebook is not idle: it need not be kept"):
         client.keep_notebook(lease["id"])
     answer = client.report_activity(lease["id"], is_busy=False, inactive_s=55 * 60)
@@ -61,6 +61,23 @@ def test_reports_and_keeping(running: Running, lease: dict[str, Any]) -> None:
     assert kept["is_warned"] is False
     left_s = (datetime.fromisoformat(kept["kept_until"]) - datetime.now(UTC)).total_seconds()
     assert 3500 < left_s <= 3600
+
+
+def test_suspension_reaches_the_notebook_and_instances(running: Running, lease: dict[str, Any]) -> None:
+    """The state that a report is answered with is the one that `gpu-launch instance list` shows."""
+    client = BrokerClient(running.url, "ada", patience_s=5.0)
+
+    def read() -> tuple[str, bool]:
+        [shown] = [one for one in client.list_leases() if one.id == lease["id"]]
+        return shown.suspension, shown.is_granted
+
+    client.report_activity(lease["id"], is_busy=False, inactive_s=1.0, last_cell_s=60.0)
+    client.suspend_notebook(lease["id"])
+    wait_until(lambda: read() == ("suspended", False), "the GPU is lent")
+    answer = client.report_activity(lease["id"], is_busy=False, inactive_s=2.0, last_cell_s=61.0)
+    assert answer["suspension"].keys() == SuspensionView.model_fields.keys()
+    client.resume_notebook(lease["id"])
+    wait_until(lambda: read() == ("", True), "the GPU is back")
 
 
 def test_gpu_problems_reach_the_notebook_and_launches(running: Running, lease: dict[str, Any]) -> None:

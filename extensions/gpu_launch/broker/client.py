@@ -194,6 +194,14 @@ class BrokerClient:
         body = {"time_limit_s": time_limit_s}
         return models.parse_lease(self._request("POST", f"/leases/{_quote(lease_id)}/extend", body=body))
 
+    def suspend_notebook(self, lease_id: str) -> None:
+        """Move a notebook's GPU memory into host memory, so that others can have its GPU."""
+        self._request("POST", f"/leases/{_quote(lease_id)}/suspend")
+
+    def resume_notebook(self, lease_id: str) -> None:
+        """Have a suspended notebook wait for its GPU."""
+        self._request("POST", f"/leases/{_quote(lease_id)}/resume")
+
     def get_job(self, job_id: str, *, version: int | None = None, wait_s: float = LONG_POLL_S) -> models.Job:
         """Return the job; with `version`, as soon as it differs from that version, after `wait_s` seconds at most."""
         query = "" if version is None else f"?wait_s={wait_s:g}&version={version}"
@@ -205,9 +213,11 @@ class BrokerClient:
         """Report that the job's owner is still active."""
         self._request("POST", f"/jobs/{_quote(job_id)}/renew")
 
-    def report_activity(self, lease_id: str, *, is_busy: bool, inactive_s: float) -> dict[str, Any]:
-        """Report what happens in a notebook; return `idle` and `report_in_s`, in the broker's format."""
-        body = {"is_busy": is_busy, "inactive_s": inactive_s}
+    def report_activity(
+        self, lease_id: str, *, is_busy: bool, inactive_s: float, last_cell_s: float | None = None
+    ) -> dict[str, Any]:
+        """Report what happens in a notebook; return the broker's `ActivityAnswer`."""
+        body = {"is_busy": is_busy, "inactive_s": inactive_s, "last_cell_s": last_cell_s}
         return dict(self._request("POST", f"/leases/{_quote(lease_id)}/activity", body=body))
 
     def keep_notebook(self, lease_id: str) -> dict[str, Any] | None:

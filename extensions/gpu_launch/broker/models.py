@@ -148,6 +148,8 @@ class Lease:
     expires_at: datetime | None = None
     #: Defects and slowdowns of its GPUs, one text for each GPU that has some.
     gpu_problems: tuple[str, ...] = ()
+    #: Of a notebook that has lent its GPU: `suspending`, `suspended`, `resuming` or `restoring`; otherwise empty.
+    suspension: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,11 +286,12 @@ def parse_job(data: Mapping[str, Any]) -> Job:
 
 def parse_lease(data: Mapping[str, Any]) -> Lease:
     """Parse the broker's `LeaseView`."""
+    suspension = str((data.get("suspension") or {}).get("state", ""))
     return Lease(
         owner=data["owner"],
         is_notebook=data["purpose"] == "notebook",
         server=data["subject"],
-        is_granted=data["state"] in ("granted", "active"),
+        is_granted=data["state"] in ("granted", "active") and suspension not in ("suspended", "resuming"),
         gpus=tuple(map(parse_gpu, data.get("gpus", ()))),
         id=data.get("id") or "",
         version=data.get("version") or 0,
@@ -300,6 +303,7 @@ def parse_lease(data: Mapping[str, Any]) -> Lease:
         expected_start=parse_time(data.get("expected_start")),
         expires_at=parse_time(data.get("expires_at")),
         gpu_problems=tuple(map(str, data.get("gpu_problems", ()))),
+        suspension=suspension,
     )
 
 

@@ -22,6 +22,8 @@ class Activity:
     is_busy: bool
     #: Seconds since the last activity of a kernel, terminal or file.
     inactive_s: float
+    #: Whether a program runs in a terminal.
+    is_in_terminal: bool = False
 
 
 def assess(
@@ -50,6 +52,7 @@ def assess(
     return Activity(
         is_busy=any(model.get("execution_state") == "busy" for model in kernels) or has_ranks(),
         inactive_s=0.0 if is_in_use else max(0.0, (now - max(times)).total_seconds()),
+        is_in_terminal=is_in_use,
     )
 
 

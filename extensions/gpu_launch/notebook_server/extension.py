@@ -2,9 +2,9 @@
 
 It also links the cluster's models into the user's cache. Most routes are in `lab_routes` and `recipe_routes`.
 
-`GET gpuhub/idle` returns when the notebook will be stopped and what is wrong with its GPUs, `POST gpuhub/keep` keeps
-it, and `GET gpuhub/notifications` returns the user's notifications; all are below the server's own address, behind its
-login.
+`GET gpuhub/idle` returns when the notebook will be stopped, whether it is suspended and what is wrong with its GPUs,
+`POST gpuhub/keep` keeps it, and `GET gpuhub/notifications` returns the user's notifications; all are below the server's
+own address, behind its login.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from gpu_launch.common.shared_models import start_linking
 from gpu_launch.errors import BrokerError
 from gpu_launch.notebook_server import activity, lab_routes, recipe_routes
 from gpu_launch.notebook_server.cells import CellWatch
+from gpu_launch.notebook_server.held_cells import HeldCells
 from gpu_launch.notebook_server.notifications import NotificationFeed, NotificationsHandler
 
 #: Time that a report waits for a broker that restarts, and until the next report after a failure, seconds.
@@ -44,10 +46,19 @@ class IdleReporter:
         self._wake = asyncio.Event()
         self._cells = CellWatch(server.kernel_manager, on_start=self._note_start)
         self._saved_at: datetime | None = None
+        #: When a cell last began, on the monotonic clock; None if none has.
+        self._cell_at: float | None = None
         #: The broker's `IdleView`; None while the notebook is not idle.
         self.idle: dict[str, Any] | None = None
         #: Defects and slowdowns of the notebook's GPUs, as texts.
         self.gpu_problems: list[str] = []
+        #: The broker's `SuspensionView`; None while the notebook has its GPU as usual.
+        self.suspension: dict[str, Any] | None = None
+        self._held = HeldCells(self._wake.set)
+        settings = server.web_app.settings
+        connections = settings.get("kernel_websocket_connection_class")
+        if connections is not None:
+            settings["kernel_websocket_connection_class"] = self._held.build_connection_class(connections)
         server.contents_manager.register_post_save_hook(self._note_save)
 
     async def run(self) -> None:
@@ -68,6 +79,8 @@ class IdleReporter:
             return _RETRY_S
         self.idle = answer["idle"]
         self.gpu_problems = [str(problem) for problem in answer.get("gpu_problems", ())]
+        self.suspension = answer.get("suspension")
+        self._held.set_holding(self.suspension is not None)
         return float(answer["report_in_s"])
 
     async def keep(self) -> None:
@@ -92,11 +105,18 @@ class IdleReporter:
             shells=[] if terminals is None else [shell.ptyproc.pid for shell in terminals.terminals.values()],
             saved_at=self._saved_at,
         )
-        return {"is_busy": found.is_busy or self._cells.is_running, "inactive_s": found.inactive_s}
+        # A suspended notebook gets its GPU back for a cell that waits, and for a program in a terminal.
+        wants_gpu = self._held.is_waiting or (self.suspension is not None and found.is_in_terminal)
+        return {
+            "is_busy": found.is_busy or self._cells.is_running or wants_gpu,
+            "inactive_s": found.inactive_s,
+            "last_cell_s": None if self._cell_at is None else time.monotonic() - self._cell_at,
+        }
 
     def _note_start(self) -> None:
-        """Report at once that a cell runs in a notebook that may be stopped at any moment."""
-        if self.idle is not None:
+        """Report at once that a cell runs in a notebook that may be stopped at any moment, or is suspended."""
+        self._cell_at = time.monotonic()
+        if self.idle is not None or self.suspension is not None:
             self._wake.set()
 
     def _note_save(self, **_file: Any) -> None:
@@ -109,12 +129,13 @@ class _ReporterHandler(APIHandler):  # type: ignore[misc] # Jupyter Server is no
 
 
 class IdleHandler(_ReporterHandler):
-    """GET: `{"idle": IdleView or null, "gpu_problems": [text, …]}`."""
+    """GET: `{"idle": IdleView or null, "gpu_problems": [text, …], "suspension": SuspensionView or null}`."""
 
     @web.authenticated
     def get(self) -> None:
         """Send the broker's last answer."""
-        self.finish({"idle": self.reporter.idle, "gpu_problems": self.reporter.gpu_problems})
+        reporter = self.reporter
+        self.finish({"idle": reporter.idle, "gpu_problems": reporter.gpu_problems, "suspension": reporter.suspension})
 
 
 class KeepHandler(_ReporterHandler):

@@ -1,6 +1,7 @@
 """The routes of gpuhub's JupyterLab extension, below the server's own address and behind its login.
 
 `GET gpuhub/overview` has what `overview` builds, `POST gpuhub/extend` gives the notebook more time,
+`POST` and `DELETE gpuhub/suspension` lend its GPU and ask for it again,
 `DELETE gpuhub/jobs/ID` ends a job, `GET gpuhub/runs/RUN/log` has the end of a run's output, and `POST gpuhub/shares`
 lets a colleague read a notebook. The notebook's token stays in the server. A failure is `{"message": text}`.
 """
@@ -67,6 +68,18 @@ class LabBackend:
         if not self._lease:
             raise UsageError("This notebook has no lease, so it has no time limit to extend.")
         await self._run(self._broker.extend_lease, self._lease, time_limit_s)
+        self._overview.forget()
+
+    async def suspend(self, *, is_wanted: bool) -> None:
+        """Suspend the notebook, or have it wait for its GPU.
+
+        Raises:
+            UsageError: The notebook has no lease.
+            BrokerError: The broker refuses or does not answer.
+        """
+        if not self._lease:
+            raise UsageError("This notebook has no lease, so it has no GPU to lend.")
+        await self._run(self._broker.suspend_notebook if is_wanted else self._broker.resume_notebook, self._lease)
         self._overview.forget()
 
     async def cancel(self, job_id: str) -> None:
@@ -161,6 +174,20 @@ class ExtendHandler(LabHandler):
         await self.send(self.backend.extend(seconds))
 
 
+class SuspensionHandler(LabHandler):
+    """POST: suspend the notebook. DELETE: have it wait for its GPU."""
+
+    @web.authenticated
+    async def post(self) -> None:
+        """Send nothing, or the broker's refusal."""
+        await self.send(self.backend.suspend(is_wanted=True))
+
+    @web.authenticated
+    async def delete(self) -> None:
+        """Send nothing, or the broker's refusal."""
+        await self.send(self.backend.suspend(is_wanted=False))
+
+
 class ShareHandler(LabHandler):
     """POST `{"path": …, "viewer": …, "for_s": 3600}`: a colleague may read a notebook for an hour."""
 
@@ -216,6 +243,7 @@ def build_routes(base_url: str, backend: LabBackend) -> list[tuple[str, type[API
     return [
         (f"{base}/overview", OverviewHandler, arguments),
         (f"{base}/extend", ExtendHandler, arguments),
+        (f"{base}/suspension", SuspensionHandler, arguments),
         (f"{base}/jobs/{_RUN}", JobHandler, arguments),
         (f"{base}/shares", ShareHandler, arguments),
         (f"{base}/runs/{_RUN}/log", LogHandler, arguments),

@@ -70,7 +70,8 @@ def _build_notebook(lease: Mapping[str, Any], gpus: Mapping[str, Mapping[str, An
                 "utilisation_percent": reading.get("utilisation_percent") if share == 1 else None,
             }
         )
-    return {"gpus": leased, "expires_at": lease.get("expires_at"), "granted_at": lease.get("granted_at")}
+    fields = ("expires_at", "granted_at", "suspension", "may_suspend")
+    return {"gpus": leased} | {name: lease.get(name) for name in fields}
 
 
 def _build_gpu(gpu: Mapping[str, Any], user: str) -> dict[str, Any]:

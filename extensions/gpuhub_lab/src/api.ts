@@ -12,8 +12,16 @@ export interface LeasedGpu {
   utilisation_percent: number | null;
 }
 
+/** A notebook whose GPU memory is in host memory, or on its way. */
+export interface Suspension {
+  state: "suspending" | "suspended" | "resuming" | "restoring";
+  text: string;
+}
+
 export interface Notebook {
   gpus: LeasedGpu[];
+  suspension: Suspension | null;
+  may_suspend: boolean | null;
   expires_at: string | null;
   granted_at: string | null;
 }
@@ -91,6 +99,7 @@ export interface IdleAnswer {
   idle: Idle | null;
   /** What is wrong with the notebook's GPUs. */
   gpu_problems: string[];
+  suspension?: Suspension | null;
 }
 
 export interface NotebookShare {
@@ -181,6 +190,11 @@ export class GpuhubApi {
 
   async extend(seconds: number): Promise<void> {
     await this.request("extend", "POST", { time_limit_s: seconds });
+  }
+
+  /** Lend the notebook's GPU, or ask for it again. */
+  async suspend(isWanted: boolean): Promise<void> {
+    await this.request("suspension", isWanted ? "POST" : "DELETE");
   }
 
   async cancelJob(id: string): Promise<void> {

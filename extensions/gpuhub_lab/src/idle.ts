@@ -1,28 +1,37 @@
 // A notification with a countdown and a button while the notebook is idle and will be stopped soon, and one for each
 // problem of its GPUs. One that the user closes stays closed.
-import type { JupyterFrontEndPlugin } from "@jupyterlab/application";
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
 import { Notification } from "@jupyterlab/apputils";
 
-import { GpuhubApi, type Idle } from "./api.js";
+import type { GpuhubApi, Idle, Suspension } from "./api.js";
+import type { OverviewModel } from "./model.js";
 
 /** Time between two questions to the notebook server, which answers from memory; ms. */
-const PERIOD = 10_000;
+const PERIOD = 5_000;
 
-export const idlePlugin: JupyterFrontEndPlugin<void> = {
-  id: "gpuhub-lab:idle",
-  autoStart: true,
-  activate: (app) => {
-    const warning = new IdleWarning(new GpuhubApi(app.serviceManager.serverSettings));
-    void app.restored.then(() => warning.start());
-  },
-};
+export function buildIdlePlugin(getModel: (app: JupyterFrontEnd) => OverviewModel): JupyterFrontEndPlugin<void> {
+  return {
+    id: "gpuhub-lab:idle",
+    autoStart: true,
+    activate: (app) => {
+      const warning = new IdleWarning(getModel(app));
+      void app.restored.then(() => warning.start());
+    },
+  };
+}
 
 class IdleWarning {
   private idle: Idle | undefined;
   private notification: string | undefined;
+  private waiting: string | undefined;
   private readonly shownProblems = new Set<string>();
 
-  constructor(private readonly api: GpuhubApi) {}
+  private suspension: Suspension["state"] | undefined;
+  private readonly api: GpuhubApi;
+
+  constructor(private readonly model: OverviewModel) {
+    this.api = model.api;
+  }
 
   start(): void {
     setInterval(() => void this.refresh(), PERIOD);
@@ -32,13 +41,31 @@ class IdleWarning {
 
   private async refresh(): Promise<void> {
     try {
-      const { idle, gpu_problems } = await this.api.getIdle();
+      const { idle, gpu_problems, suspension } = await this.api.getIdle();
       this.idle = idle?.is_warned ? idle : undefined;
       this.show();
       this.showProblems(gpu_problems ?? []);
+      this.showSuspension(suspension ?? undefined);
     } catch {
       // In an image without the server's part of this, nothing is shown.
     }
+  }
+
+  /** While a cell waits for the GPU, and until it runs. */
+  private showSuspension(suspension: Suspension | undefined): void {
+    if (suspension?.state !== this.suspension) {
+      this.suspension = suspension?.state;
+      void this.model.refresh();
+    }
+    const isWaiting = suspension?.state === "resuming" || suspension?.state === "restoring";
+    if (!suspension || !isWaiting) {
+      if (this.waiting) Notification.dismiss(this.waiting);
+      this.waiting = undefined;
+      return;
+    }
+    const message = `This notebook was suspended, and its cells wait: it ${suspension.text}.`.replace("it its", "its");
+    if (this.waiting) Notification.update({ id: this.waiting, message, type: "in-progress", autoClose: false });
+    else this.waiting = Notification.emit(message, "in-progress", { autoClose: false });
   }
 
   /** Each problem once; one that has ended and comes back is shown again. */

@@ -4,7 +4,7 @@ import { LabIcon } from "@jupyterlab/ui-components";
 
 import { GpuhubApi } from "./api.js";
 import gpu from "./gpu.svg";
-import { idlePlugin } from "./idle.js";
+import { buildIdlePlugin } from "./idle.js";
 import { LAUNCH, PALETTE_CATEGORY, buildLaunchPlugin } from "./launch.js";
 import { launcherPlugin } from "./launcher.js";
 import { OverviewModel } from "./model.js";
@@ -31,7 +31,7 @@ function getModel(app: JupyterFrontEnd): OverviewModel {
 
 export default [
   launcherPlugin,
-  idlePlugin,
+  buildIdlePlugin(getModel),
   notificationsPlugin,
   buildStatusPlugin(getModel),
   buildPanelPlugin(getModel, [LAUNCH, RECIPES], icon),

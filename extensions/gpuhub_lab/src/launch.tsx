@@ -11,7 +11,7 @@ import { activateClickedCell, addCell, findCodeCell, openConsole, runCellWith, w
 import type { OverviewModel } from "./model.js";
 import { OPEN_PANEL } from "./panel.js";
 import { type LaunchRequest, formatLine } from "./request.js";
-import { EXTEND } from "./status.js";
+import { EXTEND, RESUME, SUSPEND } from "./status.js";
 
 export const LAUNCH = "gpuhub:launch";
 export const RUN_CELL = "gpuhub:run-cell";
@@ -278,7 +278,7 @@ export function buildLaunchPlugin(
       for (const command of [RUN_CELL, LAUNCH_CELL]) {
         app.contextMenu.addItem({ command, selector: ".jp-Notebook .jp-CodeCell", args: { isClicked: true }, rank: 20 });
       }
-      for (const command of [LAUNCH, RUN_CELL, LAUNCH_CELL, OPEN_PANEL, EXTEND]) {
+      for (const command of [LAUNCH, RUN_CELL, LAUNCH_CELL, OPEN_PANEL, EXTEND, SUSPEND, RESUME]) {
         palette?.addItem({ command, category: PALETTE_CATEGORY, args: { isPalette: true } });
       }
     },

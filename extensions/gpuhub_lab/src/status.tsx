@@ -10,12 +10,21 @@ import { countSecondsUntil, formatMemory, formatModels, formatSpan, sumKnown } f
 import type { OverviewModel } from "./model.js";
 
 export const EXTEND = "gpuhub:extend";
+export const SUSPEND = "gpuhub:suspend";
+export const RESUME = "gpuhub:resume";
 /** Hours from now that the dialog offers; the broker refuses what the limits forbid. */
 const HOURS = [1, 2, 4, 8, 12, 24, 48];
 /** Between two updates of the time left, ms. */
 const REDRAW_PERIOD = 15_000;
 /** With less time than this left, the item is highlighted; seconds. */
 const SHORT_TIME_S = 15 * 60;
+
+const SUSPENSION_TEXTS = {
+  suspending: "being suspended",
+  suspended: "suspended",
+  resuming: "waiting for the GPU",
+  restoring: "coming back",
+};
 
 class StatusItem extends ReactWidget {
   constructor(
@@ -60,7 +69,10 @@ export function describeNotebook(notebook: Notebook): { text: string; details: s
   const { gpus, expires_at } = notebook;
   const parts = [];
   const details = [];
-  if (gpus.length) {
+  if (notebook.suspension) {
+    parts.push(formatModels(gpus), SUSPENSION_TEXTS[notebook.suspension.state]);
+    details.push(`This notebook: ${notebook.suspension.text}.`);
+  } else if (gpus.length) {
     const used = sumKnown(gpus.map((gpu) => gpu.memory_used_mib));
     const total = gpus.reduce((sum, gpu) => sum + gpu.memory_mib, 0);
     parts.push(formatModels(gpus), formatMemory(used, total));
@@ -78,6 +90,16 @@ export function describeNotebook(notebook: Notebook): { text: string; details: s
     details.push(`This notebook is stopped at ${new Date(expires_at).toLocaleString()}; files are kept.`);
   }
   return { text: parts.join(" · "), details: details.join("\n"), isShort: left < SHORT_TIME_S };
+}
+
+async function suspend(model: OverviewModel, isWanted: boolean): Promise<void> {
+  try {
+    await model.api.suspend(isWanted);
+  } catch (error) {
+    Notification.error((error as Error).message, { autoClose: 15_000 });
+    return;
+  }
+  await model.refresh();
 }
 
 async function extend(model: OverviewModel): Promise<void> {
@@ -127,6 +149,18 @@ export function buildStatusPlugin(getModel: (app: JupyterFrontEnd) => OverviewMo
         caption: "Choose when this notebook will be stopped",
         isEnabled: () => Boolean(model.overview?.notebook?.expires_at),
         execute: () => extend(model),
+      });
+      app.commands.addCommand(SUSPEND, {
+        label: "Suspend This Notebook",
+        caption: "Lend its GPU to others: variables stay in the node's memory until a cell runs",
+        isEnabled: () => Boolean(model.overview?.notebook?.may_suspend),
+        execute: () => suspend(model, true),
+      });
+      app.commands.addCommand(RESUME, {
+        label: "Resume This Notebook",
+        caption: "Wait for the GPU that this notebook has lent",
+        isEnabled: () => model.overview?.notebook?.suspension?.state === "suspended",
+        execute: () => suspend(model, false),
       });
       statusBar?.registerStatusItem("gpuhub-lab:status", {
         item: new StatusItem(model, app),

@@ -73,7 +73,7 @@ def test_program_in_a_terminal_is_activity(no_ranks: None, shell: subprocess.Pop
     shell.stdin.write(b"sh -c 'echo started; read x' <&0; echo\n")
     shell.stdin.flush()
     assert shell.stdout.readline() == b"started\n"
-    assert assess(shells=[shell.pid]) == Activity(is_busy=False, inactive_s=0)
+    assert assess(shells=[shell.pid]) == Activity(is_busy=False, inactive_s=0, is_in_terminal=True)
     shell.kill()
     shell.wait()
     assert assess(shells=[shell.pid]).inactive_s == 300 * 60
