@@ -1,4 +1,7 @@
-"""An idle notebook in a real JupyterLab: its owner is warned, keeps it, works in it, and later it goes to who waits."""
+"""An idle notebook in a real JupyterLab: its owner is warned, keeps it, works in it, and later it goes to who waits.
+
+And one that is suspended: its GPU goes to who waits, its variables stay, and its next cell waits for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,16 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
 
+import docker
 import pytest
 import tomlkit
 from playwright.sync_api import Page, expect
 
+from gpuhub_closet.paths import node_paths
+from tests.support.closet import practice_closet
 from tests.support.hub.browser import PICTURES, Product, User
 from tests.support.product import wait_for
 
@@ -25,6 +33,11 @@ LIMITS = {
 }
 #: Longer than the time after which an idle notebook would have been stopped.
 LONG_CELL = f"import time; time.sleep({STOP_AFTER_S + 20}); print('still', 'here')"
+#: A profile whose notebooks are suspended instead, and the memory that one has on its GPU.
+SUSPENDED, MODEL, SUSPEND_AFTER_S, USED_MIB = "rtx5070", "RTX 5070", 15, 2048
+#: The simulated driver counts a process that has loaded the CUDA driver, and that the test names, as one that uses CUDA.
+BEGIN = "import ctypes, os\ndriver = ctypes.CDLL('libcuda.so.1')\nanswer = 40\nprint('kernel', os.getpid())"
+WAITING = ".Toastify__toast:has-text('its cells wait')"
 WARNING = ".Toastify__toast:has-text('will be stopped in')"
 PATIENCE_MS = 2 * (STOP_AFTER_S + 30) * 1000
 pytestmark = pytest.mark.backend("builtin")
@@ -35,7 +48,10 @@ def limits(product: Product) -> Iterator[None]:
     """The closet with short times for idle notebooks; at the end with its own settings again."""
     file = product.paths.closet_cluster_file
     before = file.read_text(encoding="utf-8")
-    product.restart(tomlkit.dumps({**tomlkit.parse(before).unwrap(), "idle": LIMITS}))
+    settings = {**tomlkit.parse(before).unwrap(), "idle": LIMITS}
+    [profile] = [one for one in settings["profiles"] if one["name"] == SUSPENDED]
+    profile["idle"] = {"stop_after": "0s", "suspend_after": f"{SUSPEND_AFTER_S}s"}
+    product.restart(tomlkit.dumps(settings))
     yield
     product.restart(before)
     # JupyterLab would open this module's notebook again for the tests that follow.
@@ -163,3 +179,113 @@ def test_idle_gpu_goes_to_who_waits(product: Product, ada: User, ben: User) -> N
     assert (product.paths.state / "homes" / "ada" / NOTEBOOK).exists()
     ben.click_stop()
     wait_for(lambda: ben.holders() == {}, "every GPU is free")
+
+
+@pytest.fixture(scope="module")
+def node(product: Product, ada: User) -> Iterator[str]:
+    """The node of ada's notebook that is suspended, where the driver lists its kernel."""
+    ada.open_form()
+    ada.choose(SUSPENDED)
+    ada.wait_for_lab()
+    open_notebook(ada)
+    run_cell(ada, BEGIN)
+    expect(ada.page.locator(".jp-OutputArea-output", has_text="kernel")).to_be_visible(timeout=60_000)
+    [node] = [one["name"] for one in ada.cluster()["nodes"] if any(gpu["model"] == MODEL for gpu in one["gpus"])]
+    pid = find_kernel(product, node)
+    practice_closet.set_load(product.paths, node, 0, 0, USED_MIB, processes=((pid, USED_MIB - 48),))
+    yield node
+    practice_closet.set_load(product.paths, node, 0, 0, 0)
+    ada.click_stop()
+
+
+@contextmanager
+def find_container(product: Product, node: str) -> Iterator[Any]:
+    """Yield the container of ada's notebook."""
+    with closing(docker.DockerClient(base_url=node_paths(product.paths, node).docker_url, version="auto")) as client:
+        [container] = client.containers.list(filters={"label": ["gpuhub.kind=notebook", "gpuhub.owner=ada"]})
+        yield container
+
+
+def find_kernel(product: Product, node: str) -> int:
+    """Return the process id of ada's kernel on its node."""
+    with find_container(product, node) as container:
+        rows = container.top(ps_args="-eo pid,args")["Processes"]
+    [pid] = [int(pid) for pid, command in rows if "ipykernel_launcher" in command]
+    return pid
+
+
+def read_live(product: Product, node: str) -> str:
+    return (node_paths(product.paths, node).gpus / "0" / "live").read_text()
+
+
+def read_mounts(product: Product, node: str) -> str:
+    with find_container(product, node) as container:
+        return str(container.exec_run(["cat", "/proc/self/mountinfo"]).output.decode())
+
+
+def read_memory_limit(product: Product, node: str) -> int:
+    with find_container(product, node) as container:
+        return int(container.attrs["HostConfig"]["Memory"])
+
+
+def test_suspended_gpu_goes_to_who_waits(product: Product, ada: User, ben: User, node: str) -> None:
+    """Ben gets the GPU; ada's notebook runs on, its device is hidden, and Lab and the page say where its variables are."""
+    before = read_memory_limit(product, node)
+    ben.open_form()
+    ben.choose(SUSPENDED)
+    ben.wait_for_lab()
+    assert ben.holders()["RTX 5070"] == "ben"
+    # His own notebook would lend it as well if no cell ran.
+    open_notebook(ben)
+    run_cell(ben, "import time; time.sleep(900)")
+    live = read_live(product, node)
+    assert re.search(rf"^moved \d+ {USED_MIB - 48}$", live, re.MULTILINE), live
+    assert re.search(r" /null /dev/nvidia0 ", read_mounts(product, node))
+    with find_container(product, node) as container:
+        refused = container.exec_run(["umount", "/dev/nvidia0"])
+    assert refused.exit_code != 0, refused.output
+    assert re.search(r" /null /dev/nvidia0 ", read_mounts(product, node))
+    assert read_memory_limit(product, node) > before + (USED_MIB - 48) * 1024**2
+    status = ada.page.locator(".gpuhub-status")
+    expect(status).to_contain_text("RTX 5070 · suspended", timeout=20_000)
+    page = open_page(ada, "/hub/gpus")
+    expect(page.locator(".gpuhub-lease")).to_contain_text(
+        re.compile(r"suspended for .* of GPU memory are kept in host memory")
+    )
+    page.screenshot(path=PICTURES / "suspended-gpus.png")
+    page.close()
+    ada.picture("suspended-lab")
+
+
+def test_a_cell_waits_for_the_gpu_and_finds_its_variables(product: Product, ada: User, ben: User, node: str) -> None:
+    """The cell waits and says for whom; when ben stops, the same GPU comes back, and the cell runs."""
+    run_cell(ada, "print('the answer is', answer + 2)")
+    expect(ada.page.locator(WAITING)).to_contain_text("number 1 in the queue", timeout=30_000)
+    ada.page.wait_for_timeout(1500)  # it slides in
+    ada.picture("suspended-waiting")
+    answer = ada.page.locator(".jp-OutputArea-output", has_text="the answer is")
+    expect(answer).to_have_count(0)
+    ben.click_stop()
+    expect(answer).to_contain_text("the answer is 42", timeout=90_000)
+    expect(ada.page.locator(WAITING)).to_have_count(0, timeout=20_000)
+    assert ada.holders()["RTX 5070"] == "ada"
+    live = read_live(product, node)
+    assert re.search(rf"^process \d+ {USED_MIB - 48}$", live, re.MULTILINE), live
+    assert "moved" not in live
+    assert "/dev/nvidia0" not in read_mounts(product, node)
+
+
+def test_owner_lends_it_by_hand(product: Product, ada: User, node: str) -> None:
+    """*Suspend* on the page frees the GPU at once, and *Resume* brings it back."""
+    page = open_page(ada, "/hub/gpus")
+    page.get_by_role("button", name="Suspend your notebook").click()
+    page.get_by_role("button", name="Suspend", exact=True).last.click()
+    wait_for(lambda: "RTX 5070" not in ada.holders(), "the GPU is free")
+    resume = page.get_by_role("button", name="Resume your notebook")
+    expect(resume).to_be_visible(timeout=30_000)
+    resume.click()
+    page.get_by_role("button", name="Resume", exact=True).last.click()
+    wait_for(lambda: ada.holders().get("RTX 5070") == "ada", "the notebook has its GPU")
+    expect(page.get_by_role("button", name="Suspend your notebook")).to_be_visible(timeout=60_000)
+    page.close()
+    assert re.search(r"^process ", read_live(product, node), re.MULTILINE)

@@ -166,7 +166,7 @@ def _lease_row(lease: LeaseView, now: datetime) -> tuple[str, ...]:
         shorten_id(lease.id),
         lease.owner,
         lease.purpose.value,
-        lease.state.value,
+        _describe_state(lease),
         _describe_gpus(lease),
         ",".join(lease.nodes),
         _format_end(lease, now),
@@ -181,13 +181,17 @@ def format_node_leases(leases: Sequence[LeaseView], node: str, now: datetime, wi
             lease.owner,
             describe_purpose(lease),
             describe_models(gpu.model for gpu in lease.gpus if gpu.node == node) or "no GPU",
-            lease.state.value,
+            _describe_state(lease),
             _format_end(lease, now),
         )
         for lease in leases
         if node in lease.nodes
     ]
     return format_table(("LEASE", "OWNER", "WHAT", "GPUS THERE", "STATE", "UNTIL"), rows, width)
+
+
+def _describe_state(lease: LeaseView) -> str:
+    return lease.state.value if lease.suspension is None else lease.suspension.state.value
 
 
 def describe_purpose(lease: LeaseView) -> str:

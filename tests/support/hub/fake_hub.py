@@ -297,6 +297,20 @@ def _add_servers(app: FastAPI, hub: FakeHub) -> None:
         found["expires_at"] = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
         return found
 
+    @app.post(f"{BASE}/leases/{{lease_id}}/suspend")
+    async def suspend(lease_id: str) -> Any:
+        found = next(lease for lease in hub.leases if lease["id"] == lease_id)
+        if found["state"] != "active":
+            return _problem(409, "the notebook cannot be suspended: only a notebook that runs can be suspended")
+        found["suspension"] = {"state": "suspended", "text": "", "since": _now(), "moved_mib": 8192}
+        return found
+
+    @app.post(f"{BASE}/leases/{{lease_id}}/resume")
+    async def resume(lease_id: str) -> Any:
+        found = next(lease for lease in hub.leases if lease["id"] == lease_id)
+        found["suspension"] = {**found["suspension"], "state": "resuming"}
+        return found
+
 
 def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
     @app.get(f"{BASE}/jobs")

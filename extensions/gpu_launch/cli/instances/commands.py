@@ -1,8 +1,9 @@
-"""The commands `instance start`, `list`, `ssh`, `stop`, `extend` and `rm`."""
+"""The commands `instance start`, `list`, `ssh`, `stop`, `suspend`, `resume`, `extend` and `rm`."""
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import click
@@ -190,6 +191,34 @@ def rm(context: Context, name: str) -> None:
         raise _build_missing_error(client, name)
     client.stop(name, remove=True)
     context.console.print_result({"name": name, "state": "removed"}, f"{describe_name(name)} is removed.")
+
+
+@instance.command(short_help="Lend an instance's GPU; its variables stay.")
+@_name_argument
+@json_option
+@pass_context
+def suspend(context: Context, name: str) -> None:
+    """Lend an instance's GPU to others: what is on it goes to its node's memory, until a cell runs or `resume`."""
+    _change_suspension(context, name, context.broker.suspend_notebook)
+
+
+@instance.command(short_help="Ask for the GPU again that an instance has lent.")
+@_name_argument
+@json_option
+@pass_context
+def resume(context: Context, name: str) -> None:
+    """Have a suspended instance wait for its GPU; it goes on as soon as it has it."""
+    _change_suspension(context, name, context.broker.resume_notebook)
+
+
+def _change_suspension(context: Context, name: str, change: Callable[[str], None]) -> None:
+    client = HubClient(context.hub, context.user)
+    target = _find_instance(context, client, name)
+    if target.lease is None:
+        raise UsageError(f"{describe_name(name)} has no GPU to lend.")
+    change(target.lease.id)
+    target = _find_instance(context, client, name)
+    context.console.print_result(_build_json(context, target), f"{describe_name(name)}: {target.state}")
 
 
 @instance.command(short_help="Let an instance run for longer.")

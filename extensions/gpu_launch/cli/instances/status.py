@@ -43,13 +43,13 @@ class Instance:
 
     @property
     def state(self) -> str:
-        """Return `ready`, `waiting` (in the queue), `starting`, `stopping` or `stopped`."""
+        """Return `ready`, `waiting` (in the queue), `starting`, `stopping`, `stopped`, or that of a suspension."""
         if self.server.is_stopped:
             return "stopped"
         if self.server.pending == "stop":
             return "stopping"
         if self.server.is_ready:
-            return "ready"
+            return (self.lease.suspension if self.lease is not None else "") or "ready"
         return "waiting" if self.lease is not None and self.lease.state == _REQUESTED else "starting"
 
 

@@ -85,6 +85,13 @@ class KeepAction(_PageAction):
     lease: _Id
 
 
+class SuspendAction(_PageAction):
+    """Suspends a notebook, or has it wait for its GPU."""
+
+    do: Literal["suspend", "resume"]
+    lease: _Id
+
+
 class StopLeaseAction(_PageAction):
     """Ends a notebook or a job by its lease."""
 
@@ -131,6 +138,7 @@ PageAction = (
     | ExtendAction
     | ForceAction
     | KeepAction
+    | SuspendAction
     | StopLeaseAction
     | CancelJobAction
     | ChangeNodeAction
@@ -271,10 +279,9 @@ async def perform_action(broker: Any, action: PageAction) -> None:
     """
     if isinstance(action, ExtendAction):
         await broker.extend(action.lease, action.hours * _HOUR_S)
-    elif isinstance(action, ForceAction):
-        await broker.force(action.lease)
-    elif isinstance(action, KeepAction):
-        await broker.keep(action.lease)
+    elif isinstance(action, ForceAction | KeepAction | SuspendAction):
+        # Each is the name of the broker's method.
+        await getattr(broker, action.do)(action.lease)
     elif isinstance(action, StopLeaseAction):
         await stop_lease(broker, action.lease)
     elif isinstance(action, CancelJobAction):

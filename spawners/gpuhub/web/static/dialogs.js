@@ -115,6 +115,16 @@ const forms = {
       label: "Cancel the job", isDangerous: true, build: () => ({ do: "cancel", job }),
     });
   },
+  suspend({ lease, what }) {
+    show("Suspend this notebook?", [paragraph(`What it has on ${what} is moved into its node's memory, and others can have the GPU. Its variables stay. It gets the GPU back when a cell runs, as soon as that GPU is free.`)], {
+      label: "Suspend", build: () => ({ do: "suspend", lease }),
+    });
+  },
+  resume({ lease, what }) {
+    show("Resume this notebook?", [paragraph(`It waits in the queue for ${what}, and goes on when it has it.`)], {
+      label: "Resume", build: () => ({ do: "resume", lease }),
+    });
+  },
   share({ job, what }) {
     const viewer = document.createElement("input");
     viewer.className = "form-control";

@@ -205,6 +205,23 @@ def test_list_extend_stop_and_rm(hub: FakeHub, capsys: pytest.CaptureFixture[str
     assert main.run_command(["instance", "rm"]) == 2
 
 
+def test_suspend_and_resume(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """The state is shown by both and in the list; what waits cannot be suspended, and the broker says why."""
+    assert main.run_command(["instance", "start", "--profile", "big", "--name", "a", "-d"]) == 0
+    assert main.run_command(["instance", "suspend", "a"]) == 1
+    assert "only a notebook that runs can be suspended" in capsys.readouterr().err
+    finish(hub, "a")
+    assert main.run_command(["instance", "suspend", "a"]) == 0
+    assert capsys.readouterr().out == "Instance a: suspended\n"
+    assert main.run_command(["instance", "list"]) == 0
+    assert "suspended" in capsys.readouterr().out
+    assert main.run_command(["instance", "resume", "a"]) == 0
+    assert capsys.readouterr().out == "Instance a: resuming\n"
+    hub.leases.clear()
+    assert main.run_command(["instance", "suspend", "a"]) == 2
+    assert "has no GPU to lend" in capsys.readouterr().err
+
+
 def test_another_token_is_refused(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

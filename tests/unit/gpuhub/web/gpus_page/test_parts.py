@@ -280,6 +280,12 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         async def keep(self, *arguments: object) -> None:
             asked.append(("keep", *arguments))
 
+        async def suspend(self, *arguments: object) -> None:
+            asked.append(("suspend", *arguments))
+
+        async def resume(self, *arguments: object) -> None:
+            asked.append(("resume", *arguments))
+
         async def get_lease(self, lease_id: str) -> LeaseView:
             return change(lease(), purpose=Purpose.JOB if lease_id == "of-job" else Purpose.NOTEBOOK, subject="j1")
 
@@ -305,6 +311,8 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         b'{"do": "extend", "lease": "l", "hours": 4}',
         b'{"do": "force", "lease": "l"}',
         b'{"do": "keep", "lease": "l"}',
+        b'{"do": "suspend", "lease": "l"}',
+        b'{"do": "resume", "lease": "l"}',
         b'{"do": "stop", "lease": "l"}',
         b'{"do": "stop", "lease": "of-job"}',
         b'{"do": "cancel", "job": "j2"}',
@@ -320,6 +328,8 @@ async def test_button_actions_are_sent_to_the_broker() -> None:
         ("extend", "l", 14400),
         ("force", "l"),
         ("keep", "l"),
+        ("suspend", "l"),
+        ("resume", "l"),
         ("release", "l"),
         ("end job", "j1"),
         ("end job", "j2"),
