@@ -20,6 +20,7 @@ from typing import Any
 from gpuhub.common.paths import Paths
 from gpuhub.ops.deploy.programs import Supervisor
 from tests.gpus.conftest import INSTANCE, Gpus, RunningNotebook, gpuhub
+from tests.support.hub.kernel_client import open_kernel
 from tests.support.hub.users import Client
 from tests.support.product import wait_for
 
@@ -285,6 +286,102 @@ def test_standing_ranks_keep_their_tensors(product: Gpus, start: Start) -> None:
     for rank in range(count):
         assert f"rank {rank} has {4.0 * (rank + 1)} cuda:0" in output
     notebook.run("%gpu_ranks --stop")
+
+
+#: Whole numbers, so that every result is exact: what is on the GPU after a number of steps is known.
+BEGIN_STEPS = """import torch
+x = torch.arange(1 << 28, device="cuda") % 1000
+graph_in, graph_out = torch.ones(1024, device="cuda"), torch.zeros(1024, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    graph_out += graph_in
+def step(count):
+    global x
+    for _ in range(count):
+        x = (x * 3 + 1) % 1000
+        graph.replay()
+    return int(x.sum()), int(graph_out[7])
+print("begun", torch.cuda.get_device_properties(0).uuid)
+"""
+
+
+def expect_steps(count: int) -> str:
+    """Return what `print(step(n))` shows after that many steps in all."""
+    repeats, rest = divmod(1 << 28, 1000)
+    values = list(range(1000))
+    for _ in range(count):
+        values = [(value * 3 + 1) % 1000 for value in values]
+    return str((repeats * sum(values) + sum(values[:rest]), count))
+
+
+def find_lease(user: Client, notebook: RunningNotebook) -> dict[str, Any]:
+    """Return the lease of a notebook, as the broker shows it to its owner."""
+    leases = user.ask(user.broker, "GET", "/leases")[1]
+    return next(dict(lease) for lease in leases if lease["subject"] == notebook.server)
+
+
+def read_suspension(user: Client, notebook: RunningNotebook) -> str | None:
+    suspension = find_lease(user, notebook)["suspension"]
+    return None if suspension is None else str(suspension["state"])
+
+
+def test_idle_notebook_lends_its_gpu_and_goes_on(product: Gpus, start: Start) -> None:
+    """Eve gets the GPU of ada's idle notebook and fills it; ada's next cell waits for it, and finds her tensors."""
+    ada, eve = product.users["ada"], product.users["eve"]
+    notebook = start("ada", "lent")
+    begun = notebook.run(BEGIN_STEPS)
+    assert expect_steps(3) in notebook.run("print(step(3))"), begun
+    [uuid] = notebook.uuids()
+    for number in range(len(product.gpus()) - 1):
+        start(("ben", "eve")[number % 2], "gpu")
+    other = start("eve", "gpu")
+    assert other.uuids() == {uuid}
+    assert read_suspension(ada, notebook) == "suspended"
+    moved_mib = find_lease(ada, notebook)["suspension"]["moved_mib"]
+    assert moved_mib > 2048
+    total = next(gpu["memory_mib"] for gpu in product.gpus() if gpu["uuid"] == uuid)
+    fill = f"import torch; held = torch.ones({int(total * 0.9)} << 20, dtype=torch.uint8, device='cuda'); print(held[-1].item())"
+    assert "1" in other.run(fill)
+    assert int(product.ask_driver("memory.used")[uuid][0]) < total * 0.9 + 1024
+    cell = notebook.kernel.begin("print(step(2))")
+    wait_for(lambda: read_suspension(ada, notebook) == "resuming", "ada's notebook waits for its GPU")
+    time.sleep(5)
+    assert read_suspension(ada, notebook) == "resuming"
+    begin = time.monotonic()
+    eve.stop(other.server)
+    output = "".join(notebook.kernel.messages(cell, 240))
+    print(f"{moved_mib} MiB were back {time.monotonic() - begin:.1f} s after the other notebook was stopped")
+    assert expect_steps(5) in output
+    assert notebook.uuids() == {uuid}
+
+
+def test_suspensions_by_hand_lose_nothing(product: Gpus, start: Start) -> None:
+    """Again and again, some with a cell that runs meanwhile: every result is right, also of a second kernel."""
+    ada, notebook, done = product.users["ada"], start("ada", "lent"), 0
+    notebook.run(BEGIN_STEPS)
+    [uuid] = notebook.uuids()
+    lease = find_lease(ada, notebook)["id"]
+    with open_kernel(product.address.removeprefix("http://"), ada, notebook.server) as second:
+        # It has initialised CUDA, and has nothing on the GPU.
+        assert "True" in second.run("import torch; print(torch.cuda.is_available())")
+        for cycle in range(int(os.environ.get("GPUHUB_TEST_SUSPENSIONS", "3"))):
+            wait_for(lambda: find_lease(ada, notebook)["may_suspend"], "the notebook may be suspended", 60)
+            begin = time.monotonic()
+            status, answer = ada.ask(ada.broker, "POST", f"/leases/{lease}/suspend")
+            assert status == 200, answer
+            if cycle % 3 != 2:
+                wait_for(
+                    lambda: read_suspension(ada, notebook) == "suspended",
+                    lambda: f"it is suspended: {ada.ask(ada.broker, 'GET', '/events')}",
+                    120,
+                )
+                assert int(product.ask_driver("memory.used")[uuid][0]) < 1024
+            out_s, begin = time.monotonic() - begin, time.monotonic()
+            done += cycle + 1
+            assert expect_steps(done) in notebook.run(f"print(step({cycle + 1}))")
+            assert f"sum {9 + cycle}" in second.run(f"print('sum', int(torch.ones({9 + cycle}, device='cuda').sum()))")
+            wait_for(lambda: read_suspension(ada, notebook) is None, "it has its GPU", 60)
+            print(f"cycle {cycle}: out in {out_s:.1f} s, back in {time.monotonic() - begin:.1f} s")
 
 
 def test_out_of_memory_names_rank_and_gpu(product: Gpus, start: Start) -> None:
