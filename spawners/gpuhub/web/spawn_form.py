@@ -113,12 +113,15 @@ def build_cards(
     *,
     last_image: object = None,
 ) -> list[ProfileCard]:
-    """Build a card for each profile that a user in these groups may use.
+    """Build a card for each profile that a user in these groups may use; while no GPU is free, one without comes first.
 
     The user's last one is selected if it starts at once, else the first that does; and its last image, where it has it.
     """
     profiles = [profile for profile in cluster.profiles if profile.admits(groups)]
     views = {} if view is None else {profile.name: profile for profile in view.profiles}
+    if not _has_free_gpu(profiles, views):
+        # In a notebook without GPU, cells take one when they need it: the notebook starts without waiting.
+        profiles.sort(key=lambda profile: profile.gpu_count > 0)
     chosen = choose_preselected([profile.name for profile in profiles], views, last_profile)
     return [
         replace(
@@ -127,6 +130,12 @@ def build_cards(
         )
         for profile in profiles
     ]
+
+
+def _has_free_gpu(profiles: Sequence[ProfileSettings], views: Mapping[str, ProfileView]) -> bool:
+    """Return whether some profile gives a GPU at once, or it is not known."""
+    shown = [views[profile.name] for profile in profiles if profile.gpu_count and profile.name in views]
+    return not shown or any(view.starts_now for view in shown)
 
 
 def choose_preselected(names: Sequence[str], views: Mapping[str, ProfileView], last_profile: object) -> str | None:
@@ -247,7 +256,7 @@ def _round_size(mib: int) -> int:
 
 def _describe_gpus(profile: ProfileSettings, memories: Sequence[int]) -> str:
     if not profile.gpu_count:
-        return "no GPU"
+        return "no GPU; a cell takes one with %%gpu"
     what = describe_gpus(profile.gpu_count, gpu_requirement(profile))
     share = profile.gpu_share
     if share == 1:

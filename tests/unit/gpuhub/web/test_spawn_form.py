@@ -58,6 +58,18 @@ async def test_last_profile_stays_selected_if_all_gpus_are_held(cluster: Cluster
     assert [card.name for card in cards if card.is_chosen] == ["small"]
 
 
+async def test_profile_without_gpu_comes_first_while_no_gpu_is_free(cluster: ClusterSettings) -> None:
+    """Its cells take a GPU when they need one; with a free GPU the order is that of cluster.toml."""
+    broker = FakeBroker(cluster)
+    await broker.request_lease(ask("big", "ben"))
+    assert [card.name for card in build_cards(cluster, await broker.cluster(), None)] == ["big", "small", "cpu"]
+    await broker.request_lease(ask("small", "ben"))
+    cards = build_cards(cluster, await broker.cluster(), None)
+    assert [(card.name, card.is_chosen) for card in cards] == [("cpu", True), ("big", False), ("small", False)]
+    assert cards[0].facts.startswith("no GPU; a cell takes one with %%gpu")
+    assert [card.name for card in build_cards(cluster, None, None)] == ["big", "small", "cpu"]
+
+
 @pytest.mark.parametrize("last", [None, 5, "gone", {"a": 1}])
 async def test_invalid_last_profile_is_ignored(cluster: ClusterSettings, last: object) -> None:
     """Old options may be anything: the REST API stores what it is given."""
