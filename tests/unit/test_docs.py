@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("images/**/*.md")])
@@ -102,6 +104,21 @@ def test_notebooks_are_stored_without_output(notebook: Path):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
     assert len(cells) > 5
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_what_notebooks_import_of_gpu_launch_exists(notebook: Path):
+    """A module or a name that moves is missed here, and not by the learner."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join(
+        TransformerManager().transform_cell("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"
+    )
+    imports = [
+        node
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "gpu_launch"
+    ]
+    exec(compile(ast.Module(imports, []), notebook.name, "exec"), {})
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.name)

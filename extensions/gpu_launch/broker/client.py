@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from gpu_launch.broker import models
 from gpu_launch.broker.models import GpuRequest
+from gpu_launch.common.client_tls import load_own_tls
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.prediction.memory_estimate import CardMemory
@@ -60,7 +61,7 @@ class BrokerClient:
         Raises:
             BrokerError: The notebook's certificates cannot be read.
         """
-        tls = load_client_tls(env.broker_ca, env.certificate, env.key) if env.broker_ca else None
+        tls = load_own_tls(env)
         return cls(env.broker_url or "", env.token or "", patience_s=patience_s, tls=tls)
 
     def get_cluster(self) -> models.Cluster:
@@ -345,23 +346,6 @@ def _parse_retry_after(body: bytes, header: str | None) -> float | None:
     except (ValueError, KeyError, TypeError):
         is_too_soon = False
     return float(header) if is_too_soon and header is not None and header.isdecimal() else None
-
-
-def load_client_tls(ca: str, certificate: str, key: str) -> ssl.SSLContext:
-    """Return TLS settings that trust the file `ca` alone and present `certificate` (PEM files).
-
-    Raises:
-        BrokerError: A file cannot be read.
-    """
-    try:
-        context = ssl.create_default_context(cafile=ca)
-        context.load_cert_chain(certificate, key)
-    except OSError as error:
-        reason = error.strerror or error
-        raise BrokerError(
-            f"This server's certificates cannot be read ({reason}): stop it and start it again."
-        ) from None
-    return context
 
 
 def build_broker(env: Environment) -> BrokerClient | None:

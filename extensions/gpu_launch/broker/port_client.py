@@ -9,7 +9,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpu_launch.broker.client import NoRedirect, load_client_tls
+from gpu_launch.broker.client import NoRedirect
+from gpu_launch.common.client_tls import load_own_tls
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError
 
@@ -28,7 +29,7 @@ class PortClient:
         Raises:
             BrokerError: The notebook's certificates cannot be read.
         """
-        tls = load_client_tls(env.broker_ca, env.certificate, env.key) if env.broker_ca else None
+        tls = load_own_tls(env)
         self._token = env.token or ""
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), NoRedirect, urllib.request.HTTPSHandler(context=tls)

@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 from urllib.parse import quote, urlencode
 
-from gpu_launch.broker.client import BrokerClient, load_client_tls, parse_problem
+from gpu_launch.broker.client import BrokerClient, parse_problem
 from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.common import job_manifest
+from gpu_launch.common.client_tls import load_client_tls
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 
 #: Seconds until an answer must begin, and for which a stream may be silent.
