@@ -40,6 +40,7 @@ from gpuhub.broker.api import (
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.server import build_server_config
+from gpuhub.broker.api.service_auth import ServiceAuthenticator
 from gpuhub.broker.audit import AuditLog, AuditMiddleware
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
@@ -83,7 +84,7 @@ from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.common.open_files import raise_open_file_limit
 from gpuhub.common.paths import Paths
-from gpuhub.common.secrets import BROKER_TOKEN, DESTINATION_KEY, METRICS_TOKEN, SPAWNER_TOKEN, read_secret
+from gpuhub.common.secrets import BROKER_TOKEN, DESTINATION_KEY, JOB_KEY, METRICS_TOKEN, SPAWNER_TOKEN, read_secret
 from gpuhub.config import settings
 from gpuhub.config.head_address import build_hub_origin, find_head_address
 from gpuhub.config.settings import ClusterSettings
@@ -123,6 +124,7 @@ def create_app(
     start_worker: StartWorker,
     start_courier: StartCourier,
     destination_key: str,
+    job_secret: str,
     machine_urls: Mapping[str, str] | None = None,
     ensure_filter: EnsureFirewall | None = None,
     backend: SchedulingBackend | None = None,
@@ -138,7 +140,8 @@ def create_app(
     """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
 
     `backend` decides which lease gets which GPUs: the builtin one where none is given. `stopped_nodes` is the file of
-    nodes that `gpuhub down` has stopped. `destination_key` encrypts users' destinations of notifications in the store;
+    nodes that `gpuhub down` has stopped. `destination_key` encrypts users' destinations of notifications in the store,
+    and `job_secret` is that of the keys with which jobs reach services;
     `machine_urls` are those of the owner of the machines, by id.
     """
     clock, backend = clock or Clock(), backend or BuiltinBackend(cluster)
@@ -248,7 +251,8 @@ def create_app(
         "power": PowerOperations(core, backend, power),
         "user_limits": LimitOperations(core, backend),
         "staging": staging,
-        "authenticator": Authenticator(hub, clock, own_token, spawner_token, metrics_token),
+        "authenticator": (authenticator := Authenticator(hub, clock, own_token, spawner_token, metrics_token)),
+        "service_authenticator": ServiceAuthenticator(core, authenticator, job_secret),
         "metrics": exporter,
         "user_files": files,
         "daemons": daemons,
@@ -400,6 +404,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             start_worker=partial(start_worker, daemons, cluster, paths),
             start_courier=partial(start_courier, daemons, cluster, paths),
             destination_key=destination_key,
+            job_secret=read_secret(paths, JOB_KEY),
             machine_urls=machine_urls,
             ensure_filter=partial(ensure_firewall, daemons, cluster, paths.instance),
             backend=find_plugin(cluster).build(cluster, paths),

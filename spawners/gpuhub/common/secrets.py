@@ -18,8 +18,9 @@ USER_PASSWORD = "user-password"  # noqa: S105
 ADMIN_PASSWORD = "admin-password"  # noqa: S105
 COOKIE_SECRET = "cookie-secret"  # noqa: S105
 DESTINATION_KEY = "destination-key"
+JOB_KEY = "job-key"
 
-_TOKENS = (PROXY_TOKEN, BROKER_TOKEN, SPAWNER_TOKEN, METRICS_TOKEN, COOKIE_SECRET, DESTINATION_KEY)
+_TOKENS = (PROXY_TOKEN, BROKER_TOKEN, SPAWNER_TOKEN, METRICS_TOKEN, COOKIE_SECRET, DESTINATION_KEY, JOB_KEY)
 #: Characters that are easy to distinguish, without 0, o, 1, l and i.
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 

@@ -4,10 +4,11 @@ JupyterHub's own authorities sign all certificates. Each part trusts the parts t
 
 - hub: trusts all of them (JupyterHub's own choice); tokens decide about rights.
 - proxy: targets signed for the hub, the broker or a notebook.
-- broker: clients signed for the hub, the proxy or a notebook.
+- broker: clients signed for the hub, the proxy, a notebook or a worker.
 - notebook: the hub and the proxy as clients, the hub and the broker as servers, but no other notebook.
 
-Workers connect only to their notebook and to each other, and get no certificate.
+Workers connect to their notebook and to each other. Where services set variables in them, they connect to the broker as
+well, with a certificate of a client, signed as a notebook's.
 
 JupyterHub creates the certificates with certipy, for five years. Certificates alone can be renewed at any time, because
 running notebooks trust the authorities, which stay the same. They do not trust new authorities.

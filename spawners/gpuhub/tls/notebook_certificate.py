@@ -1,4 +1,4 @@
-"""Issues a notebook's certificate, which is put into its container and stored nowhere else."""
+"""Issues the certificate of a notebook or worker, which is put into its container and stored nowhere else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CLOCK_TOLERANCE = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotebookCertificate:
-    """Key, certificate and trust of one notebook as PEM texts."""
+    """Key, certificate and trust of one notebook or worker as PEM texts."""
 
     key: bytes
     certificate: bytes
@@ -60,22 +60,23 @@ class NotebookCertificate:
         return buffer.getvalue()
 
 
-def issue_notebook_certificate(folder: Path, user: str, *addresses: str) -> NotebookCertificate:
-    """Issue a certificate for a notebook of `user`, which expires with its authority.
+def issue_certificate(folder: Path, user: str, *addresses: str) -> NotebookCertificate:
+    """Issue a certificate for a notebook or worker of `user`, which expires with its authority.
 
     The key is of an elliptic curve, because creating an RSA key takes a quarter of a second. Blocks for some
     milliseconds.
 
     Args:
-        addresses: The node's IP address, or those of all possible nodes if it is not known yet.
+        addresses: For a notebook the node's IP address, or those of all possible nodes if it is not known yet. A worker
+            has none: its certificate is that of a client alone.
 
     Raises:
         SetupError: The authority does not exist or cannot be read.
     """
     issuer = _load_authority(folder)
     key = ec.generate_private_key(ec.SECP256R1())
-    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    certificate = (
+    usages = [*([ExtendedKeyUsageOID.SERVER_AUTH] if addresses else []), ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"user-{user}")]))
         .issuer_name(issuer.certificate.subject)
@@ -83,15 +84,14 @@ def issue_notebook_certificate(folder: Path, user: str, *addresses: str) -> Note
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime.now(UTC) - _CLOCK_TOLERANCE)
         .not_valid_after(issuer.certificate.not_valid_after_utc)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]),
-            critical=False,
-        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=True)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key.public_key()), critical=False)
-        .sign(issuer.key, hashes.SHA256())
     )
+    if addresses:
+        names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    certificate = builder.sign(issuer.key, hashes.SHA256())
     return NotebookCertificate(
         key=key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

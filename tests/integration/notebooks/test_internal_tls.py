@@ -105,9 +105,7 @@ async def test_notebook_accepts_only_hub_and_proxy(
     user = secured()
     await user.spawn(options={"profile": "cpu"})
     spawner = user.spawner
-    bens = write_certificate(
-        tmp_path, notebook_certificate.issue_notebook_certificate(store.folder, "ben", spawner.server.ip)
-    )
+    bens = write_certificate(tmp_path, notebook_certificate.issue_certificate(store.folder, "ben", spawner.server.ip))
     assert spawner.server.proto == "https"
     assert ask(user, client_context(store, store.files(internal_certificates.HUB))) == 200
     assert ask(user, client_context(store, store.files(internal_certificates.PROXY_CLIENT))) == 200

@@ -40,6 +40,8 @@ from tests.support.docker.simulated_nodes import (
 
 API = f"{PREFIX}/api/v1"
 ACCESS = "access:services!service=broker"
+#: Of the keys with which jobs reach services.
+JOB_SECRET = "secret of the tests"
 
 
 @dataclass(slots=True)
@@ -192,6 +194,7 @@ class Setting:
             start_worker=workers,
             start_courier=self.couriers,
             destination_key="key of the tests",
+            job_secret=JOB_SECRET,
             ensure_filter=self.ensure_filter,
             backend=None if self.build_backend is None else self.build_backend(self.cluster),
             stopped_nodes=self.stopped_nodes,

@@ -115,6 +115,18 @@ class UnknownTokenLimiter:
             del self._checking[address], self._waiting[address]
 
 
+class Identifier(Protocol):
+    """Identifies callers by the `Authorization` header; `Authenticator` has the meaning of each error."""
+
+    async def identify(self, authorization: str | None, address: str = "") -> Identity:
+        """Return the caller, and count a request."""
+        ...
+
+    async def confirm(self, authorization: str | None, address: str = "") -> Identity:
+        """Return the caller, without counting a request."""
+        ...
+
+
 class TokenChecker(Protocol):
     """The part of the hub's API that checks tokens."""
 
@@ -226,10 +238,18 @@ class Authenticator:
             HubUnreachable: the hub does not answer, and has not confirmed the token in the last `OUTAGE_S`.
         """
         caller = await self.confirm(authorization, address)
+        self.count_request(caller)
+        return caller
+
+    def count_request(self, caller: Identity) -> None:
+        """Note the caller of a request for the audit log, and count the request.
+
+        Raises:
+            TooManyRequests: there were too many from this user.
+        """
         audit.note_caller(caller.name, is_user=caller.is_user, is_admin=caller.is_admin, any_owner=caller.any_owner)
         if not caller.sees_all:
             self._requests.acquire(caller.name)
-        return caller
 
     async def check_metrics_reader(self, authorization: str | None, address: str = "") -> None:
         """Check that the caller may read metrics: by the scope `read:metrics`, or as an administrator.

@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gpuhub.broker import audit
 from gpuhub.broker.admission import access
 from gpuhub.broker.api import dependencies, problems
-from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.api.auth import Authenticator, Identifier
 from gpuhub.broker.api.dependencies import API, ResourceId, identify
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.api.streams import AccessWatch
@@ -181,14 +181,19 @@ async def _find_target(connection: HTTPConnection, job_id: str, authorization: s
     return build_target(connection, server, caller, watch, parts=parts, kind=access.PORTS)
 
 
-async def identify_visitor(connection: HTTPConnection, authorization: str | None) -> tuple[AccessWatch, Identity]:
+async def identify_visitor(
+    connection: HTTPConnection, authorization: str | None, authenticator: Identifier | None = None
+) -> tuple[AccessWatch, Identity]:
     """Return the visitor with this `Authorization` header, and what watches the visitor's access.
+
+    Args:
+        authenticator: That of the app if None.
 
     Raises:
         NotKnown, NotAllowed, TooManyRequests, HubUnreachable: as `Authenticator.identify`.
     """
     watch = AccessWatch(
-        authenticator=cast("Authenticator", connection.app.state.authenticator),
+        authenticator=authenticator or cast("Authenticator", connection.app.state.authenticator),
         authorization=authorization,
         address=audit.client_address(connection.scope),
     )

@@ -1,4 +1,5 @@
-"""Services that stay: for programs with a token at `/services/NAME/`, and for browsers at `/service-visits/NAME/KEY/`.
+"""Services that stay, at `/services/NAME/` for programs with a token or the key of a running job, and for browsers at
+`/service-visits/NAME/KEY/`.
 
 As for servers of jobs, neither takes a cookie, and pages are sandboxed: a service shows what users have sent it.
 """
@@ -19,6 +20,7 @@ from gpuhub.broker.api.dependencies import API, Caller, identify, refuse_unknown
 from gpuhub.broker.api.port_websockets import serve_websocket
 from gpuhub.broker.api.ports import METHODS, PortResponse, PortTarget
 from gpuhub.broker.api.problems import document_problems
+from gpuhub.broker.api.service_auth import ServiceAuthenticator
 from gpuhub.broker.operations.services import ServiceOperations
 from gpuhub.broker.ports.visits import Visits
 from gpuhub.broker_api.errors import NotKnown
@@ -146,7 +148,8 @@ async def _find_visit(connection: HTTPConnection, name: str, key: str) -> PortTa
 
 
 async def _find_target(connection: HTTPConnection, name: str, authorization: str | None, *, parts: int) -> PortTarget:
-    watch, caller = await ports.identify_visitor(connection, authorization)
+    authenticator = cast("ServiceAuthenticator", connection.app.state.service_authenticator)
+    watch, caller = await ports.identify_visitor(connection, authorization, authenticator)
     server = _operations(connection).find_server(caller, name)
     return ports.build_target(connection, server, caller, watch, parts=parts, kind=access.SERVICES)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.api.auth import Identifier
 from gpuhub.broker.files.user_files import FileStream
 from gpuhub.broker_api.errors import HubUnreachable, TooManyRequests
 from gpuhub.common.errors import NotAllowed
@@ -23,7 +23,7 @@ RECHECK_S = 30.0
 class AccessWatch:
     """Repeats the identification of a stream's caller."""
 
-    authenticator: Authenticator
+    authenticator: Identifier
     authorization: str | None
     address: str
 

@@ -165,9 +165,7 @@ async def _issue_certificate(
     if context.certificates is None:
         return None
     address = context.cluster.node(node).address
-    return await asyncio.to_thread(
-        notebook_certificate.issue_notebook_certificate, context.certificates, identity.name, address
-    )
+    return await asyncio.to_thread(notebook_certificate.issue_certificate, context.certificates, identity.name, address)
 
 
 def _start_container(client: Any, container: str) -> tuple[str, int]:

@@ -131,7 +131,7 @@ class GpuSlurmSpawner(JobSpawner):
         if self.internal_ssl:
             folder = Path(self.internal_certs_location)
             certificate = await asyncio.to_thread(
-                notebook_certificate.issue_notebook_certificate,
+                notebook_certificate.issue_certificate,
                 folder,
                 self.user.name,
                 *(self._choose_address(node) for node in nodes),

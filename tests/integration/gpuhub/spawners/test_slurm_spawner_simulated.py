@@ -246,7 +246,7 @@ async def test_no_notebook_can_pass_for_the_hub(world: World, monkeypatch: pytes
         named.extend(addresses)
         raise SetupError("no certificate in this test")
 
-    monkeypatch.setattr(notebook_certificate, "issue_notebook_certificate", issue)
+    monkeypatch.setattr(notebook_certificate, "issue_certificate", issue)
     user = world.make_user()
     user.spawner.internal_ssl = True
     user.spawner.internal_certs_location = str(tmp_path)

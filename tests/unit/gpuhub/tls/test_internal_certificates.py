@@ -56,7 +56,7 @@ def unpack(archive: tarfile.TarFile, folder: Path) -> None:
 def notebook(store: CertificateStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root folder of a container of ada's, with her notebook's files."""
     root = tmp_path_factory.mktemp("ada")
-    issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
+    issued = notebook_certificate.issue_certificate(store.folder, "ada", NODE)
     with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1001))) as archive:
         unpack(archive, root)
     return root
@@ -161,9 +161,7 @@ def test_all_peers_connect_with_their_certificates(store: CertificateStore, note
 def test_notebook_of_another_user_is_refused(store: CertificateStore, notebook: Path, tmp_path: Path) -> None:
     """A notebook's certificate is valid only for connections with hub and broker."""
     with tarfile.open(
-        fileobj=io.BytesIO(
-            notebook_certificate.issue_notebook_certificate(store.folder, "ben", NODE).build_archive(1002, 1002)
-        )
+        fileobj=io.BytesIO(notebook_certificate.issue_certificate(store.folder, "ben", NODE).build_archive(1002, 1002))
     ) as archive:
         unpack(archive, tmp_path)
     own = CertificateFiles(
@@ -173,6 +171,18 @@ def test_notebook_of_another_user_is_refused(store: CertificateStore, notebook: 
     ben = client(store.files(internal_certificates.NOTEBOOKS_AUTHORITY).certificate, own)
     with pytest.raises(ssl.SSLError, match="certificate verify failed"):
         exchange_hello(serve_notebook(notebook), ben, NODE)
+
+
+def test_a_workers_certificate_is_that_of_a_client_alone(store: CertificateStore, tmp_path: Path) -> None:
+    """The broker accepts it; hub and proxy refuse it as that of a notebook, under any address."""
+    issued = notebook_certificate.issue_certificate(store.folder, "ada")
+    with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1001))) as archive:
+        unpack(archive, tmp_path)
+    own = build_notebook_context(tmp_path, internal_certificates.NOTEBOOK_BROKER_TRUST)
+    assert exchange_hello(serve_broker(store), own, HEAD) == b"hello"
+    for one in (store.build_notebook_context(), build_proxy_context(store)):
+        with pytest.raises(ssl.SSLCertVerificationError, match="unsuitable certificate purpose"):
+            exchange_hello(serve_notebook(tmp_path), one, NODE)
 
 
 def test_connections_without_client_certificate_are_refused(store: CertificateStore, notebook: Path) -> None:
@@ -234,7 +244,7 @@ def subjects(bundle: Path) -> list[str]:
 
 def test_notebook_certificate_files_are_private(store: CertificateStore) -> None:
     """Owner and mode of each; nothing else is put into the container."""
-    issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
+    issued = notebook_certificate.issue_certificate(store.folder, "ada", NODE)
     with tarfile.open(fileobj=io.BytesIO(issued.build_archive(1001, 1002))) as archive:
         entries = {f"/{entry.name}": (entry.uid, entry.gid, oct(entry.mode)) for entry in archive}
     own = (
@@ -252,7 +262,7 @@ def test_notebook_certificate_files_are_private(store: CertificateStore) -> None
 
 def test_notebook_certificate_has_node_name_and_authority_expiry(store: CertificateStore) -> None:
     """The container has no other files, and every start has a new key."""
-    issued = notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE)
+    issued = notebook_certificate.issue_certificate(store.folder, "ada", NODE)
     certificate = x509.load_pem_x509_certificate(issued.certificate)
     authority = x509.load_pem_x509_certificate(
         store.files(internal_certificates.NOTEBOOKS_AUTHORITY).certificate.read_bytes()
@@ -261,14 +271,14 @@ def test_notebook_certificate_has_node_name_and_authority_expiry(store: Certific
     assert [str(name.value) for name in names] == [NODE]
     assert certificate.not_valid_after_utc == authority.not_valid_after_utc
     assert certificate.not_valid_before_utc < datetime.now(UTC)
-    assert notebook_certificate.issue_notebook_certificate(store.folder, "ada", NODE).key != issued.key
+    assert notebook_certificate.issue_certificate(store.folder, "ada", NODE).key != issued.key
 
 
 def test_missing_certificates_are_reported(tmp_path: Path) -> None:
     """With what makes them."""
     for use in (
         CertificateStore(tmp_path).build_broker_context,
-        lambda: notebook_certificate.issue_notebook_certificate(tmp_path, "ada", NODE),
+        lambda: notebook_certificate.issue_certificate(tmp_path, "ada", NODE),
     ):
         with pytest.raises(SetupError, match=r"cannot be used .*sudo gpuhub up` creates them"):
             use()

@@ -153,6 +153,7 @@ class World:
             start_worker=start_worker,
             start_courier=no_courier,
             destination_key="key of the tests",
+            job_secret="secret of the tests",
             backend=self._build_backend(life),
             clock=VirtualClock(self.loop, lambda: self.skew),
         )
