@@ -6,11 +6,11 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Never passed to ranks: the notebook's own credentials, and ipyparallel's.
-SECRET_PREFIXES = ("JUPYTERHUB_", "JPY_", "IPP_")
+#: Never passed to ranks: the container's own credentials, and ipyparallel's.
+SECRET_PREFIXES = ("JUPYTERHUB_", "JPY_", "IPP_", "GPUHUB_JOB_KEY")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,12 @@ class Environment:
     image: str = ""
     #: GPUHUB_STAGED: the datasets of which this container has its node's copy.
     staged: tuple[str, ...] = ()
+    #: GPUHUB_SERVICES: names of the services that programs here reach through the gateway, which listens at
+    #: GPUHUB_SERVICES_ADDRESS, such as `127.0.0.1:18034`.
+    services: tuple[str, ...] = ()
+    services_address: str = ""
+    #: GPUHUB_JOB_KEY: in workers only, the key with which they reach services.
+    job_key: str = field(default="", repr=False)
 
     @property
     def earlier_starts(self) -> int:
@@ -93,6 +99,9 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         key=env.get("JUPYTERHUB_SSL_KEYFILE", ""),
         image=env.get("GPUHUB_IMAGE", ""),
         staged=tuple(filter(None, env.get("GPUHUB_STAGED", "").split(","))),
+        services=tuple(filter(None, env.get("GPUHUB_SERVICES", "").split(","))),
+        services_address=env.get("GPUHUB_SERVICES_ADDRESS", ""),
+        job_key=env.get("GPUHUB_JOB_KEY", ""),
         preemptions=int(preemptions) if preemptions.isdecimal() else 0,
         retries=int(retries) if retries.isdecimal() else 0,
         max_retries=int(max_retries) if max_retries.isdecimal() else 0,

@@ -1,6 +1,7 @@
 """The Jupyter Server extension of gpuhub's image: reports to the broker, and the routes for JupyterLab's extension.
 
-It also links the cluster's models into the user's cache. Most routes are in `lab_routes` and `recipe_routes`.
+It also links the cluster's models into the user's cache, and opens the way to services. Most routes are in
+`lab_routes` and `recipe_routes`.
 
 `GET gpuhub/idle` returns when the notebook will be stopped, whether it is suspended and what is wrong with its GPUs,
 `POST gpuhub/keep` keeps it, and `GET gpuhub/notifications` returns the user's notifications; all are below the server's
@@ -23,6 +24,7 @@ from tornado import web
 
 from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.common import service_gateway
 from gpu_launch.common.shared_models import start_linking
 from gpu_launch.errors import BrokerError
 from gpu_launch.notebook_server import activity, lab_routes, recipe_routes
@@ -158,9 +160,13 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
-    """Link the cluster's models, add the routes and begin to report; outside gpuhub nothing happens."""
+    """Link the cluster's models, open the way to services, add the routes and begin to report.
+
+    Outside gpuhub nothing happens.
+    """
     env, lease = environment.read(), os.environ.get("GPUHUB_LEASE", "")
     start_linking(os.environ, env.home)
+    service_gateway.start_in_thread(env)
     if env.broker_url is None or env.token is None:
         return
     base = server.web_app.settings["base_url"].rstrip("/")

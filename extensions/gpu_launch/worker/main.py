@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from gpu_launch import environment
+from gpu_launch.common import service_gateway
 from gpu_launch.common.run_folder import RunFolder, open_run
 from gpu_launch.common.shared_models import start_linking
 from gpu_launch.worker import processes
@@ -36,6 +37,10 @@ def main() -> None:
     if env.run_id is None:
         sys.exit("gpu-launch-worker is started by gpuhub: GPU_LAUNCH_RUN is not set.")
     start_linking(os.environ, env.home)
+    if env.worker is not None:
+        # In a notebook's container its server has one.
+        service_gateway.start_in_thread(env)
+        os.environ.pop("GPUHUB_JOB_KEY", None)
     run = open_run(env.home, env.run_id)
     sys.exit(_run_worker(run, env))
 

@@ -20,6 +20,12 @@ DATA_ROOTS = ("/srv", "/mnt", "/media", "/data", "/var/lib/gpuhub-services")
 #: Names of routes and services of the hub itself; further ones begin with `gpuhub`.
 _TAKEN = frozenset({"broker", "hub", "user"})
 _PATH = r"^(/[A-Za-z0-9_][A-Za-z0-9._-]*){1,12}$"
+#: The address in notebooks and jobs of a program that passes requests on to services.
+GATEWAY_ADDRESS = "127.0.0.1:18034"
+#: Variables of users' containers that a service may not set: those of gpuhub, Jupyter and the GPUs, and those that
+#: every program reads.
+_RESERVED = frozenset({"HOME", "USER", "SHELL", "PATH", "IFS", "LANG", "TERM", "TMPDIR", "BASH_ENV", "ENV"})
+_RESERVED_PREFIXES = ("GPUHUB_", "GPU_LAUNCH_", "JUPYTER", "JPY_", "IPP_", "NVIDIA_", "CUDA_", "LD_", "PYTHON")
 
 
 def _check_data(folder: str) -> str:
@@ -38,6 +44,13 @@ def _check_variable(variable: str) -> str:
     name = variable.partition("=")[0]
     if name.startswith(("NVIDIA_", "CUDA_")):
         raise ValueError(f"{name}: a service has no GPU")
+    return variable
+
+
+def _check_user_variable(variable: str) -> str:
+    name = variable.partition("=")[0]
+    if name in _RESERVED or name.startswith(_RESERVED_PREFIXES):
+        raise ValueError(f"{name}: a service cannot set this variable of users' containers")
     return variable
 
 
@@ -72,6 +85,15 @@ class ServiceSettings(SettingsTable):
             AfterValidator(_check_variable),
         ]
     ] = ()
+    #: Environment variables of the notebooks and jobs of those who may use it, such as "MLFLOW_TRACKING_URI={url}":
+    #: `{url}` is the address at which their programs reach the service without a token.
+    variables: ListOf[
+        Annotated[
+            str,
+            StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=[^\x00\n]*$", max_length=4096),
+            AfterValidator(_check_user_variable),
+        ]
+    ] = ()
     #: Whether it reaches what `[network]` allows users' containers; otherwise it has no network.
     internet: bool = False
     #: CPU cores that it may use.
@@ -84,6 +106,12 @@ class ServiceSettings(SettingsTable):
         """UID and GID of the service and of its data."""
         uid, gid = self.user.split(":")
         return int(uid), int(gid)
+
+    def build_variables(self) -> dict[str, str]:
+        """Return the variables of users' containers."""
+        url = f"http://{GATEWAY_ADDRESS}/services/{self.name}"
+        pairs = (variable.partition("=") for variable in self.variables)
+        return {name: value.replace("{url}", url) for name, _, value in pairs}
 
     def admits(self, user: str, groups: Collection[str]) -> bool:
         """Return whether a user with these groups may use it."""
@@ -114,6 +142,7 @@ def find_service_mistakes(
                 if _overlap(service.data, folder):
                     yield f"{where}: data: {service.data} and storage.{key} ({folder}) overlap: choose another folder"
     yield from _find_shared_data(services, nodes)
+    yield from _find_shared_variables(services)
 
 
 def find_service_node(service: ServiceSettings, nodes: Sequence[NodeSettings]) -> NodeSettings | None:
@@ -129,6 +158,15 @@ def _find_shared_data(services: Sequence[ServiceSettings], nodes: Sequence[NodeS
         for other, other_data, other_node in placed[:index]:
             if data and other_data and node == other_node and _overlap(data, other_data):
                 yield f"services: {service.name!r}: data: {data} overlaps with the data of {other.name!r}"
+
+
+def _find_shared_variables(services: Sequence[ServiceSettings]) -> Iterable[str]:
+    setters: dict[str, str] = {}
+    for service in services:
+        for variable in service.build_variables():
+            other = setters.setdefault(variable, service.name)
+            if other != service.name:
+                yield f"services: {service.name!r}: variables: {other!r} sets {variable} as well: leave one of them out"
 
 
 def _list_user_folders(storage: StorageSettings) -> Iterable[tuple[str, str]]:

@@ -15,6 +15,7 @@ from gpuhub.common import names
 from gpuhub.common.names import NOTEBOOK_PORT
 from gpuhub.config.head_address import build_broker_url
 from gpuhub.config.identity import UserIdentity
+from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings, StorageSettings
 from gpuhub.docker.security import (
     NO_CORE_DUMPS,
@@ -28,6 +29,7 @@ from gpuhub.docker.security import (
     build_tmpfs,
     refuse_gpu_variables,
 )
+from gpuhub.docker.service_access import build_service_environment
 from gpuhub.tls import internal_certificates
 
 BASE_IMAGE = "gpuhub/base:latest"
@@ -95,6 +97,8 @@ class ContainerContext:
     head_address: str
     #: Volumes with the node's copies of datasets, by dataset, such as `datasets/imagenet`.
     staged: Mapping[str, str] = field(default_factory=dict)
+    #: Services that set variables in the container.
+    services: tuple[ServiceSettings, ...] = ()
 
 
 def build_notebook_spec(
@@ -168,12 +172,14 @@ def build_worker_spec(
     retries: tuple[int, int] = (0, 0),
     times_asleep: int | None = None,
     slurm_job: int | None = None,
+    access: Mapping[str, str] | None = None,
 ) -> ContainerSpec:
     """Build one worker container of a job.
 
     It gets no token, because a worker calls no API. The workers of a detached job learn of each other from `roster`.
 
     Args:
+        access: Variables with which it reaches services.
         run_index: The worker's index in the run.
         retries: How often a detached job has started again after a failure, and may at most.
         times_asleep: How often it has slept; None if it does not.
@@ -199,6 +205,7 @@ def build_worker_spec(
             **_context_environment(context, identity),
             "GPU_LAUNCH_RUN": run_id,
             "GPU_LAUNCH_WORKER": str(run_index),
+            **(access or {}),
             **detached,
         },
         user=f"{identity.uid}:{identity.gid}",
@@ -369,6 +376,7 @@ def _own_node_environment(context: ContainerContext) -> dict[str, str]:
         "GPUHUB_BROKER_URL": build_broker_url(context.cluster, context.head_address),
         "GPUHUB_NETWORK_SUBNET": context.subnet,
         "GPUHUB_HEAD_ADDRESS": context.head_address,
+        **build_service_environment(context.services),
         **build_model_environment(context.cluster, MODELS),
     }
 

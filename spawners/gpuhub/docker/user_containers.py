@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from gpuhub.common import job_keys
 from gpuhub.common.paths import Paths
+from gpuhub.common.secrets import JOB_KEY, read_secret
 from gpuhub.config.head_address import find_head_address
+from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
 from gpuhub.docker.client import CallKind, DockerClients
@@ -15,6 +18,7 @@ from gpuhub.docker.container_lifecycle import ensure_created, inject_identity, t
 from gpuhub.docker.container_spec import ContainerContext, build_courier_spec, build_worker_spec
 from gpuhub.docker.firewall_container import ensure_firewall
 from gpuhub.docker.security import WorkerSize
+from gpuhub.docker.service_access import build_worker_environment, issue_worker_certificate
 from gpuhub.storage.homes import prepare_user
 
 
@@ -49,6 +53,8 @@ class WorkerSpec:
     slurm_job: int | None = None
     #: Volumes with the node's copies of datasets, by dataset.
     staged: Mapping[str, str] = field(default_factory=dict)
+    #: Services that set variables in the container. On a guest there are none.
+    services: tuple[ServiceSettings, ...] = ()
     #: Called between creation and start of the container; raises when it must not start.
     before_start: Callable[[], Awaitable[None]] | None = field(default=None, compare=False, repr=False)
     #: On a guest: called with the container's id in between, to copy the job's files to the empty home.
@@ -70,6 +76,14 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
         networks.ensure_access_network(daemons, cluster, spec.instance, spec.node),
         ensure_firewall(daemons, cluster, spec.instance, spec.node),
     )
+    access: dict[str, str] = {}
+    certificate = None
+    if spec.services:
+        certificate = await asyncio.to_thread(
+            issue_worker_certificate, cluster, paths.internal_certificates, spec.owner
+        )
+        key = job_keys.build_key(read_secret(paths, JOB_KEY), spec.job_id)
+        access = build_worker_environment(key, has_certificate=certificate is not None)
     container_spec = build_worker_spec(
         context=ContainerContext(
             instance=spec.instance,
@@ -79,6 +93,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
             subnet="" if network is None else network.subnet,
             head_address=find_head_address(cluster),
             staged=spec.staged,
+            services=spec.services,
         ),
         identity=identity,
         image=spec.image,
@@ -94,11 +109,20 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
         retries=spec.retries,
         times_asleep=spec.times_asleep,
         slurm_job=spec.slurm_job,
+        access=access,
     )
     async with translate_mount_errors(daemons, spec.node, cluster.storage, spec.owner):
         container = await ensure_created(daemons, spec.node, container_spec, adopt=True)
         if not container.is_running:
-            await inject_identity(daemons, spec.node, container.id, identity, cluster.storage, is_guest=is_guest)
+            await inject_identity(
+                daemons,
+                spec.node,
+                container.id,
+                identity,
+                cluster.storage,
+                certificate=certificate,
+                is_guest=is_guest,
+            )
             if spec.fill_home is not None:
                 await spec.fill_home(container.id)
             if spec.before_start is not None:

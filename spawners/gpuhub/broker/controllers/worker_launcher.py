@@ -16,11 +16,14 @@ from gpuhub.broker_api.schemas import JobState, WorkerState
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.common.units import format_size
 from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
+from gpuhub.config.services import ServiceSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.security import WorkerSize
+from gpuhub.docker.service_access import find_offered_services
 from gpuhub.docker.user_containers import WorkerSpec
 from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow, LeaseRow, WorkerRow
+from gpuhub.domain.owner_limits import list_groups
 from gpuhub.domain.reconcile import explain_identity_change
 from gpuhub.nodes.status import NodeIdentity
 
@@ -131,7 +134,9 @@ class WorkerLauncher:
             )
             return
         try:
-            spec = build_spec(self._instance, job, lease, worker, staged)
+            spec = replace(
+                build_spec(self._instance, job, lease, worker, staged), services=self._find_services(lease, worker.node)
+            )
             if self._refuse_ended is not None:
                 spec = replace(spec, before_start=partial(self._refuse_ended, lease))
             if self._send_files is not None and self._core.cluster.node(worker.node).guest:
@@ -145,6 +150,13 @@ class WorkerLauncher:
         else:
             change = partial(_running, index=worker.index, container_id=container_id)
         await self._core.ledger.change(mutations.change_jobs([(job.id, change)]))
+
+    def _find_services(self, lease: LeaseRow, node: str) -> tuple[ServiceSettings, ...]:
+        """Return the services of a worker: none on a guest, whose owner could read what reaches them."""
+        cluster = self._core.cluster
+        if cluster.node(node).guest:
+            return ()
+        return find_offered_services(cluster, lease.owner, list_groups(cluster, lease.owner, lease.groups))
 
     def _schedule_retry(self) -> None:
         """Wake the ledger after a delay, once for all jobs that wait for it."""

@@ -162,6 +162,7 @@ class GpuDockerSpawner(NodeSpawner):
             network,
             environment=self.get_env(),
             command=[*(self.cmd or ["jupyterhub-singleuser"]), *self.get_args()],
+            groups=self._find_groups(),
             staged=staged,
         )
 

@@ -22,6 +22,7 @@ from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_lifecycle import translate_mount_errors
 from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
 from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.docker.service_access import find_offered_services
 from gpuhub.spawners.base import SPAWN_OPTIONS, is_kept
 from gpuhub.spawners.readiness import wait_container_ready
 from gpuhub.tls import notebook_certificate
@@ -72,9 +73,15 @@ def build_spec(
     *,
     environment: Mapping[str, str],
     command: Sequence[str],
+    groups: Collection[str],
     staged: Mapping[str, str] | None = None,
 ) -> ContainerSpec:
-    """Build the notebook container of a granted lease; `staged` has the volumes of copies of datasets."""
+    """Build the notebook container of a granted lease.
+
+    Args:
+        groups: The owner's groups.
+        staged: Volumes of copies of datasets.
+    """
     return build_notebook_spec(
         context=ContainerContext(
             instance=context.instance,
@@ -86,6 +93,7 @@ def build_spec(
             subnet=network.subnet,
             head_address=context.head_address,
             staged=staged or {},
+            services=find_offered_services(context.cluster, lease.owner, groups),
         ),
         lease=lease,
         profile=profile,

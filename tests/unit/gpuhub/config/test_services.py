@@ -61,6 +61,10 @@ def test_four_lines_are_enough() -> None:
         ({"user": "ada"}, "services[1].user: 'ada': string should match pattern"),
         ({"environment": ["A"]}, "services[1].environment[1]"),
         ({"environment": ["NVIDIA_VISIBLE_DEVICES=all"]}, "NVIDIA_VISIBLE_DEVICES: a service has no GPU"),
+        ({"variables": ["PATH=/srv"]}, "PATH: a service cannot set this variable of users' containers"),
+        ({"variables": ["JUPYTERHUB_API_TOKEN=x"]}, "JUPYTERHUB_API_TOKEN: a service cannot set this variable"),
+        ({"variables": ["LD_PRELOAD={url}"]}, "LD_PRELOAD: a service cannot set this variable"),
+        ({"variables": ["A=1\nB=2"]}, "services[1].variables[1]"),
         ({"memory": "much"}, "services[1].memory"),
         ({"restart": "always"}, "services[1].restart: there is no such key"),
     ],
@@ -102,3 +106,13 @@ def test_users_and_groups_are_admitted() -> None:
         True,
         False,
     ]
+
+
+def test_variables_have_the_address_in_users_containers() -> None:
+    """The same one in all of them; a variable that two services set is refused."""
+    tables = {"name": "one", "variables": ["ONE={url}/api", "MODE=a=b"]}, {"name": "two", "variables": ["TWO={url}"]}
+    one, two = build(*tables).services
+    assert one.build_variables() == {"ONE": "http://127.0.0.1:18034/services/one/api", "MODE": "a=b"}
+    assert two.build_variables() == {"TWO": "http://127.0.0.1:18034/services/two"}
+    mistakes = find_mistakes(*tables, {"name": "three", "variables": ["ONE=x"]})
+    assert "services: 'three': variables: 'one' sets ONE as well: leave one of them out" in mistakes

@@ -11,6 +11,7 @@ import pytest
 
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
+from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings, StorageSettings
 from gpuhub.docker.container_spec import (
     ContainerSpec,
@@ -19,6 +20,7 @@ from gpuhub.docker.container_spec import (
     build_worker_spec,
 )
 from gpuhub.docker.security import WorkerSize, build_device_requests
+from gpuhub.docker.service_access import build_service_environment, build_worker_environment, find_offered_services
 from tests.support.broker.factories import lease
 from tests.support.clusters import ADA, place, worker
 from tests.support.golden import check_golden
@@ -185,6 +187,27 @@ def test_workers_of_a_detached_job_get_their_peers(cluster: ClusterSettings) -> 
         "GPU_LAUNCH_PREEMPTIONS": "2",
     }
     assert "GPU_LAUNCH_ROSTER" not in worker(cluster).environment
+
+
+def test_a_container_knows_the_services_of_its_user(cluster: ClusterSettings) -> None:
+    """Those that set variables and admit the user; a worker has the key of its job and a certificate for them."""
+    tables = ({"variables": ("NOTES={url}",)}, {"variables": ("OTHERS={url}",), "users": ("ben",)}, {})
+    services = tuple(
+        ServiceSettings.model_validate({"name": f"s{number}", "image": "i", "port": 80, **table})
+        for number, table in enumerate(tables)
+    )
+    cluster = cluster.model_copy(update={"services": services})
+    offered = find_offered_services(cluster, "ada", frozenset())
+    assert build_service_environment(offered) == {
+        "GPUHUB_SERVICES": "s0",
+        "GPUHUB_SERVICES_ADDRESS": "127.0.0.1:18034",
+        "NOTES": "http://127.0.0.1:18034/services/s0",
+    }
+    assert build_service_environment(()) == {}
+    assert build_worker_environment("j1.x", has_certificate=False) == {"GPUHUB_JOB_KEY": "j1.x"}
+    told = build_worker_environment("j1.x", has_certificate=True)
+    assert set(told) == {"GPUHUB_JOB_KEY", "GPUHUB_BROKER_CA", "JUPYTERHUB_SSL_KEYFILE", "JUPYTERHUB_SSL_CERTFILE"}
+    assert "GPUHUB_SERVICES" not in worker(cluster).environment
 
 
 def test_notebook_gets_the_idle_limit_of_workers(cluster: ClusterSettings) -> None:

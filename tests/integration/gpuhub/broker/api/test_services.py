@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
 import websocket
 
+from gpu_launch import environment
+from gpu_launch.common import service_gateway
 from gpuhub.broker.admission import access
 from gpuhub.broker.ports import headers
-from gpuhub.config.services import ServiceSettings
-from tests.support.broker.in_process import Running, Setting, served_broker
+from gpuhub.common import job_keys
+from gpuhub.config.services import GATEWAY_ADDRESS, ServiceSettings
+from gpuhub.docker.service_access import build_service_environment
+from gpuhub.docker.user_containers import WorkerSpec
+from tests.support.broker.in_process import JOB_SECRET, Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import wait_until
 from tests.support.hub.port_server import PortServer
 
@@ -20,7 +28,11 @@ from tests.support.hub.port_server import PortServer
 def running(tmp_path_factory: pytest.TempPathFactory, module_server: PortServer) -> Iterator[Running]:
     """A broker with a service for all, one for ada, and one for the group lab, of which ben is a member."""
     setting = Setting(tmp_path_factory.mktemp("services"))
-    tables = ({"name": "all"}, {"name": "adas", "users": ("ada",)}, {"name": "labs", "groups": ("lab",)})
+    tables = (
+        {"name": "all", "variables": ("NOTES={url}",)},
+        {"name": "adas", "users": ("ada",)},
+        {"name": "labs", "groups": ("lab",), "variables": ("LABS={url}",)},
+    )
     services = tuple(
         ServiceSettings.model_validate({"image": "gpuhub/base:latest", "port": module_server.port, **table})
         for table in tables
@@ -40,8 +52,8 @@ def list_services(running: Running, who: str) -> list[dict[str, str]]:
 
 
 def ask(running: Running, path: str, who: str | None = "ada", method: str = "GET", **more: str) -> httpx.Response:
-    """Send a request to an address below the hub's."""
-    sent = {} if who is None else {"Authorization": f"Bearer {who}"}
+    """Send a request to an address below the hub's; `who` is a token, or the value of the header for a job's key."""
+    sent = {} if who is None else {"Authorization": who if " " in who else f"Bearer {who}"}
     url = running.url.removesuffix("/services/broker") + path
     return httpx.request(method, url, headers={**sent, **more}, trust_env=False, timeout=30)
 
@@ -146,3 +158,67 @@ def test_one_user_cannot_take_all_connections(running: Running) -> None:
     finally:
         for connection in opened:
             connection.close()
+
+
+@contextmanager
+def running_job(running: Running, who: str) -> Iterator[tuple[str, WorkerSpec]]:
+    """Run a job of one worker; yield the header with its key, and the worker."""
+    made = running.send("POST", "/api/v1/jobs", who, json={"run_id": f"run-{secrets.token_hex(3)}", "detached": True})
+    assert made.status_code == 201, made.text
+    job = f"/api/v1/jobs/{made.json()['id']}"
+    wait_until(lambda: running.send("GET", job, who).json()["state"] == "running", "the job runs")
+    try:
+        yield f"Job {job_keys.build_key(JOB_SECRET, made.json()['id'])}", running.workers.specs[-1]
+    finally:
+        running.send("DELETE", job, who)
+
+
+def test_a_job_reaches_its_owners_services(running: Running, server: PortServer) -> None:
+    """As its owner, who belongs to a group in the hub; those that set variables are named to its containers."""
+    with running_job(running, "ben") as (key, worker):
+        assert [service.name for service in worker.services] == ["all", "labs"]
+        assert ask(running, "/services/labs/echo?a=1", key).text == "a=1|"
+        assert ask(running, "/services/all/echo", key, "POST").status_code == 200
+        assert ask(running, "/services/adas/echo", key).status_code == 404
+    assert [one["x-forwarded-user"] for one in server.received] == ["ben", "ben"]
+    assert "Job " not in str(server.received)
+
+
+def test_a_jobs_key_opens_nothing_else(running: Running) -> None:
+    """Neither the broker's other routes, nor services once the job is over, nor with a code that is made up."""
+    with running_job(running, "ada") as (key, worker):
+        for path in ("/jobs", "/leases", "/services", f"/jobs/{worker.job_id}"):
+            assert ask(running, f"/services/broker/api/v1{path}", key).status_code == 401
+        assert ask(running, f"/services/broker/ports/{worker.job_id}/", key).status_code == 401
+        running.setting.hub.models[key.removeprefix("Job ")] = None
+        assert ask(running, "/services/all/echo", key.replace("Job", "Bearer")).status_code == 401
+        assert ask(running, "/services/all/echo", key[:-1]).status_code == 401
+        assert ask(running, "/services/all/echo", f"Job {worker.job_id}").status_code == 401
+        assert ask(running, "/services/all/echo", key).status_code == 200
+    wait_until(lambda: ask(running, "/services/all/echo", key).status_code == 401, "the key ends with its job")
+
+
+async def test_programs_reach_a_service_through_the_gateway_of_their_container(running: Running) -> None:
+    """With the variable alone: the gateway of gpu_launch adds the job's key, and large bodies arrive."""
+    with running_job(running, "ada") as (key, worker), socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        environ = build_service_environment(worker.services) | {
+            "GPUHUB_BROKER_URL": running.url,
+            "GPUHUB_SERVICES_ADDRESS": f"127.0.0.1:{port}",
+            "GPUHUB_JOB_KEY": key.removeprefix("Job "),
+        }
+        settings = service_gateway.find_settings(environment.read(environ))
+        assert settings is not None
+        probe.close()
+        gateway = service_gateway.ServiceGateway(settings)
+        try:
+            await gateway.start()
+            url = environ["NOTES"].replace(GATEWAY_ADDRESS, f"127.0.0.1:{port}")
+            async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+                sent = await client.post(f"{url}/echo?a=%2F", content=b"x" * 2_000_000)
+                assert sent.text == "a=%2F|" + "x" * 2_000_000
+                large = await client.get(f"{url}/large")
+                assert len(large.content) == 16 * 65536 * 4
+        finally:
+            await gateway.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import GuestSettings
 from gpuhub.nodes.guest_readings import REFUSED
 from tests.support.broker.calls import ask, post, read, wait_for_state
@@ -80,6 +81,18 @@ async def test_a_job_goes_with_its_folder_and_its_results_come_back(lent: Settin
     assert (home / run / "output.log").read_text() == "epoch 1\n"
     assert json.loads((home / run / "job.json").read_text())["folder"] == "work"
     assert not (home / ".bashrc").exists()
+
+
+async def test_a_guest_learns_of_no_service(lent: Setting) -> None:
+    """Its owner could use them in the user's name; a job on the lab's own nodes does."""
+    write_job(lent)
+    notes = ServiceSettings(name="notes", image="notes:1", port=80, variables=("NOTES={url}",))
+    lent.cluster = lent.cluster.model_copy(update={"services": (notes,)})
+    async with asgi_broker(lent) as running:
+        for given in (JOB, {**JOB, "run_id": "run-000002", "guests": False}):
+            job = await post(running, "ada", "/jobs", given, 201)
+            await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
+        assert [[one.name for one in spec.services] for spec in running.workers.specs] == [[], ["notes"]]
 
 
 async def test_only_who_said_guests_lands_there(lent: Setting) -> None:
