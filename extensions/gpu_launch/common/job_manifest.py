@@ -16,6 +16,8 @@ from gpu_launch.errors import UsageError
 VERSION = 1
 #: A job in one of these states has ended for good. A cancelled job may have been preempted and starts again then.
 FINAL_STATES = frozenset({"done", "failed"})
+#: The folder below the home for the working directories that are sent.
+UPLOADS = "gpu-launch"
 #: It starts again at the next request to its port.
 ASLEEP = "asleep"
 

@@ -169,7 +169,8 @@ class Driver:
             notebook_text=validated.notebook_text,
         )
         screen = JournalScreen(self._journal, self._observe)
-        return Launch(validated, pool=pool, run=self._run, screen=screen, exchange=find_exchange(self._run))
+        exchange = find_exchange(self._run)
+        return Launch(validated, pool=pool, run=self._run, screen=screen, exchange=exchange, is_logged=True)
 
     def _describe_start(self) -> str:
         attempt, preemptions = self._journal.state.attempt, self._env.preemptions

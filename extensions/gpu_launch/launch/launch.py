@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.secure_channel import OutputReceiver
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
 from gpu_launch.launch.debug_prompt import DebugPrompt
+from gpu_launch.launch.experiment_log import ExperimentLog, find_settings
 from gpu_launch.launch.membership import MembershipChange, check_enough_nodes, format_lost_worker
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest
 from gpu_launch.launch.restart import RestartController, ScaleUp
@@ -66,7 +68,7 @@ def launch(
         validated, broker = prepare(options, cell=cell, before=before)
         pool = worker_pools.acquire(validated, broker)
         try:
-            return Launch(validated, pool=pool, exchange=exchange).run()
+            return Launch(validated, pool=pool, exchange=exchange, is_logged=True).run()
         finally:
             if pool.is_acquired:
                 # An interrupt came before the launch could release it.
@@ -108,7 +110,9 @@ class Launch:
         exchange: ExchangeFiles | None = None,
         sink: OutputReceiver | None = None,
         shows_ranks: bool = True,
+        is_logged: bool = False,
     ) -> None:
+        """`is_logged`: in MLflow too, where the environment names its server."""
         self._validated, self._pool, self._exchange = validated, pool, exchange
         self._group, self._agents, self._options = pool.group, pool.agents, validated.request.options
         self._began = time.monotonic()
@@ -117,8 +121,15 @@ class Launch:
         self.run_folder.heartbeat.touch()
         self._logs = run_folder.shorten_path(self.run_folder.logs, env.home)
         plan = validated.plan
+        self._experiment = ExperimentLog(
+            find_settings(validated, os.environ, self.run_folder.run_id) if is_logged else None
+        )
         self._ranks = RankMonitor(
-            self._options, nnodes=plan.nnodes, nproc_per_node=plan.nproc_per_node, shows_ranks=shows_ranks
+            self._options,
+            nnodes=plan.nnodes,
+            nproc_per_node=plan.nproc_per_node,
+            shows_ranks=shows_ranks,
+            on_report=self._experiment.report,
         )
         self._scale_up = ScaleUp(pool.group)
         self._sink = sink or OutputReceiver(network.find_own_interface(env.subnet, wait_s=_NETWORK_S).address)
@@ -130,6 +141,7 @@ class Launch:
             ranks=self._ranks,
             channel=self._sink.channel,
             exchange=str(self.run_folder.exchange) if exchange is not None else "",
+            build_environ=self._experiment.build_rank_environ,
         )
         self._controller = RestartController(
             validated,
@@ -221,6 +233,7 @@ class Launch:
         """
         for note in worker_pools.pop_notes():
             self._view.print_line(note)
+        self._experiment.start()
         if self._validated.request.cell is not None:
             self.run_folder.cell.write_text(self._validated.request.cell)
         if self._exchange is not None:
@@ -276,6 +289,8 @@ class Launch:
         self._stacks.close()
         nodes = self._view.describe_nodes()
         self._shielded(self._release, "stopping" if self._group.is_notebook_only else "freeing the GPUs")
+        self._shielded(partial(self._experiment.finish, outcome, nodes), "logging in MLflow")
+        self._print_notes()
         self._view.prefix = ""
         self._sink.close()
         write_status(self.run_folder, outcome)
@@ -388,8 +403,7 @@ class Launch:
 
     def _check(self) -> None:
         """Raise the failure of a start, a worker or the request, unless a change of members explains it."""
-        for note in (*self._starter.pop_notes(), *self._scale_up.pop_notes()):
-            self._view.print_line(note)
+        self._print_notes()
         try:
             self._starter.raise_error()
             self._group.check()
@@ -405,6 +419,11 @@ class Launch:
             self._debugger.poll(time.monotonic())
         if is_running and self._validated.plan.is_elastic:
             self._scale_up.poll()
+
+    def _print_notes(self) -> None:
+        for part in (self._starter, self._scale_up, self._experiment):
+            for note in part.pop_notes():
+                self._view.print_line(note)
 
     def _check_silent(self) -> None:
         if silent := self._controller.find_silent():

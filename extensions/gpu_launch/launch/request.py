@@ -286,10 +286,11 @@ def build_spec(
     method: StartMethod = StartMethod.TORCHRUN,
     restarts: int = 0,
     exchange: str = "",
+    environ: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
     """Return the spec of one start. `first` is node 0; its port is free, or has the ranks' store.
 
-    `coordinator_port` is free there as well.
+    `coordinator_port` is free there as well. `environ` are variables of the ranks that the user has not set.
     """
     request, options = validated.request, validated.request.options
     script = validated.script if request.cell is None else str(run.cell)
@@ -308,7 +309,7 @@ def build_spec(
         shutdown_s=_CHECKPOINT_MOST_S if validated.may_lose_gpus else None,
         cwd=str(request.cwd),
         log_dir=str(log_dir),
-        environ=dict(request.environ),
+        environ={**(environ or {}), **request.environ},
         # A cell imports modules from the folder of its notebook, as the notebook does.
         python_path=str(request.cwd) if request.cell is not None else "",
         channel=channel,

@@ -33,7 +33,10 @@ class RankStarter:
         ranks: RankMonitor,
         channel: Channel,
         exchange: str = "",
+        build_environ: Callable[[], dict[str, str]] = dict,
     ) -> None:
+        """`build_environ` returns variables of the ranks that the user has not set; it may wait a moment."""
+        self._build_environ = build_environ
         self._validated, self._run, self._pool, self._exchange = validated, run, pool, exchange
         self._ranks, self._channel = ranks, channel
         self._threads: list[threading.Thread] = []
@@ -181,6 +184,7 @@ class RankStarter:
             method=method,
             channel=self._channel,
             exchange=self._exchange,
+            environ=self._build_environ(),
         )
 
     def _fail(self, error: BaseException) -> None:

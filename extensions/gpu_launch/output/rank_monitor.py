@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -58,7 +58,17 @@ class _NodeStatus:
 class RankMonitor:
     """Processes the agents' messages."""
 
-    def __init__(self, options: LaunchOptions, *, nnodes: int, nproc_per_node: int, shows_ranks: bool = True) -> None:
+    def __init__(
+        self,
+        options: LaunchOptions,
+        *,
+        nnodes: int,
+        nproc_per_node: int,
+        shows_ranks: bool = True,
+        on_report: Callable[[Any, Any], None] = lambda _step, _metrics: None,
+    ) -> None:
+        """`on_report` gets step and metrics of each report of rank 0, as they were sent."""
+        self._on_report = on_report
         self._options = options
         #: Most nodes and ranks per node that an attempt may have.
         self._nnodes, self._nproc_per_node = nnodes, nproc_per_node
@@ -322,6 +332,8 @@ class RankMonitor:
                 node.gpus = tuple(parse_gpu_reading(node.name, reading) for reading in message["readings"])
             case "progress":
                 self._progress.record_report(message["rank"], message, now)
+                if message["rank"] == 0:
+                    self._on_report(message.get("step"), message.get("metrics"))
             case "failed" | "ended":
                 self._record_end(message["end"], now)
             case "stopped":

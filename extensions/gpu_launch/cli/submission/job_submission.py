@@ -24,8 +24,6 @@ from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.options.value_types import ArrayTasks
 from gpu_launch.output import text as render
 
-#: The folder of the jobs' working directories, below the home.
-FOLDER = "gpu-launch"
 _MOST_NAME = 80
 #: States of a GPU and of a node.
 _FREE, _UP = "free", "up"
@@ -46,7 +44,7 @@ def build_name(name: str, *, script: str) -> str:
 def build_folder(name: str) -> str:
     """Return a new folder's path below the home: `gpu-launch/train-3f2a91`."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower().removesuffix(".py")).strip("-")[:40].rstrip("-")
-    return f"{FOLDER}/{plain or 'job'}-{secrets.token_hex(3)}"
+    return f"{job_manifest.UPLOADS}/{plain or 'job'}-{secrets.token_hex(3)}"
 
 
 def place_script(script: str, *, load: UploadSet, here: Path) -> str:
