@@ -24,3 +24,4 @@ lock_layer() {
 lock_layer science
 lock_layer lab science
 lock_layer llm science lab
+lock_layer services science

@@ -15,7 +15,9 @@ from gpuhub.ops.images.build_plan import list_locked_names
 ROOT = Path(__file__).parents[2]
 #: Locks of the images' layers, lowest first.
 LAYERS = tuple(f"images/python/{layer}.lock" for layer in ("science", "lab", "llm"))
-LOCKS = ("spawners/requirements.lock", "tests/requirements.lock", *LAYERS)
+#: That of an image beside those, which is based on the first.
+SERVICES = "images/python/services.lock"
+LOCKS = ("spawners/requirements.lock", "tests/requirements.lock", *LAYERS, SERVICES)
 _PIN = re.compile(r"[a-z0-9._-]+(\[[a-z0-9,_-]+\])?==[^ ;]+( ; [^\\]+)?( --hash=sha256:[0-9a-f]{64})+")
 
 
@@ -28,7 +30,7 @@ def test_each_line_of_a_lock_has_a_version_and_hashes(lock: str) -> None:
     assert [line for line in lines if not _PIN.fullmatch(line)] == []
 
 
-@pytest.mark.parametrize("lock", LAYERS)
+@pytest.mark.parametrize("lock", [*LAYERS, SERVICES])
 def test_the_locks_of_the_images_have_no_conditions(lock: str) -> None:
     """pip would compare them with the head node's Python instead of the images'."""
     assert ";" not in (ROOT / lock).read_text(encoding="utf-8")
@@ -38,7 +40,9 @@ def test_no_package_is_in_two_layers_of_the_images() -> None:
     """An upper layer could not replace it, and torch's own layer changes with torch alone."""
     names = [list_locked_names((ROOT / lock).read_text(encoding="utf-8")) for lock in LAYERS]
     assert [first & second for first, second in combinations(names, 2)] == [set(), set(), set()]
-    assert not [name for name in set().union(*names) if re.match(r"torch$|triton$|nvidia-(?!ml-py)", name)]
+    services = list_locked_names((ROOT / SERVICES).read_text(encoding="utf-8"))
+    assert services & names[0] == set()
+    assert not [name for name in services.union(*names) if re.match(r"torch$|triton$|nvidia-(?!ml-py)", name)]
 
 
 @pytest.mark.parametrize("folder", ["spawners/proxy", "extensions/gpuhub_lab"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from gpuhub.common.units import Size
 from gpuhub.config.base import GroupName, ListOf, NodeName, Number, Port, SettingsTable, Text, UserName
@@ -19,6 +19,35 @@ MAX_SERVICES = 32
 DATA_ROOTS = ("/srv", "/mnt", "/media", "/data", "/var/lib/gpuhub-services")
 #: Names of routes and services of the hub itself; further ones begin with `gpuhub`.
 _TAKEN = frozenset({"broker", "hub", "user"})
+_IMAGE = "gpuhub/services:latest"
+#: Keys of known programs, which a table's own keys replace; `{name}` is the service's name.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "mlflow": {
+        "image": _IMAGE,
+        "command": (
+            "mlflow", "server", "--host", "127.0.0.1", "--port", "5000", "--workers", "1",
+            "--backend-store-uri", "sqlite:////data/mlflow.db",
+            "--artifacts-destination", "/data/artifacts", "--serve-artifacts",
+        ),
+        "port": 5000,
+        "memory": "2G",
+        # It would report its use to MLflow's makers.
+        "environment": ("DO_NOT_TRACK=true", "MLFLOW_DISABLE_TELEMETRY=true"),
+        "variables": ("MLFLOW_TRACKING_URI={url}",),
+    },
+    "python-packages": {
+        "image": _IMAGE,
+        # Its pages have links from the root of the address.
+        "command": (
+            "waitress-serve", "--listen=127.0.0.1:5000", "--url-prefix=/services/{name}", "--threads=16",
+            "proxpi.server:app",
+        ),
+        "port": 5000,
+        "environment": ("PROXPI_CACHE_DIR=/data", "PROXPI_CACHE_SIZE=50000000000"),
+        "internet": True,
+        "variables": ("PIP_INDEX_URL={url}/index/", "UV_DEFAULT_INDEX={url}/index/"),
+    },
+}  # fmt: skip
 _PATH = r"^(/[A-Za-z0-9_][A-Za-z0-9._-]*){1,12}$"
 #: The address in notebooks and jobs of a program that passes requests on to services.
 GATEWAY_ADDRESS = "127.0.0.1:18034"
@@ -57,6 +86,9 @@ def _check_user_variable(variable: str) -> str:
 class ServiceSettings(SettingsTable):
     """A program that gpuhub keeps running for users, such as MLflow."""
 
+    #: A known program, for which the keys without a value here have fitting ones: "mlflow" for experiments, or
+    #: "python-packages" for a cache of PyPI. Only `name` and `data` are needed then. None: any other program.
+    preset: Literal["mlflow", "python-packages"] | None = None
     #: Name in the address `https://HUB/services/NAME/`; each service needs its own.
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
     #: Image of its container. The node pulls it where it is missing.
@@ -101,6 +133,15 @@ class ServiceSettings(SettingsTable):
     #: Memory that it may use, bytes; of temporary files in memory as well.
     memory: Size = 1024**3
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, table: Any) -> Any:
+        preset = _PRESETS.get(str(table.get("preset"))) if isinstance(table, dict) else None
+        if preset is None:
+            return table
+        command = tuple(word.replace("{name}", str(table.get("name"))) for word in preset["command"])
+        return {**preset, "command": command, **table}
+
     @property
     def owner(self) -> tuple[int, int]:
         """UID and GID of the service and of its data."""
@@ -137,6 +178,8 @@ def find_service_mistakes(
             yield f"{where}: node: {node.name} is a guest, which gets jobs alone; choose one of {known}"
         elif not node.docker:
             yield f"{where}: node: {node.name} has no docker address, and services are containers"
+        if service.preset is not None and service.data is None:
+            yield f"{where}: data: {service.preset} needs a folder, such as /srv/{service.name}"
         if service.data is not None:
             for key, folder in _list_user_folders(storage):
                 if _overlap(service.data, folder):

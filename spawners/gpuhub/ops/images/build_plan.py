@@ -33,6 +33,7 @@ LAB = "gpuhub/lab"
 LLM_PACKAGES = "gpuhub/llm-packages"
 NOTEBOOK = "gpuhub/notebook"
 LLM = "gpuhub/llm"
+SERVICES = "gpuhub/services"
 #: Each image with the one below it, in an order in which they can be built.
 PARENTS = {
     TORCH: BASE,
@@ -41,9 +42,10 @@ PARENTS = {
     LLM_PACKAGES: LAB,
     NOTEBOOK: LAB,
     LLM: LLM_PACKAGES,
+    SERVICES: SCIENCE,
 }
 #: Images with the packages of a lock file, and its name in images/python without `.lock`.
-LOCKS = {SCIENCE: "science", LAB: "lab", LLM_PACKAGES: "llm"}
+LOCKS = {SCIENCE: "science", LAB: "lab", LLM_PACKAGES: "llm", SERVICES: "services"}
 #: Images that users work in: gpu-launch and its settings on top of packages.
 FAMILIES = (NOTEBOOK, LLM)
 #: Recipes in images/python: of gpuhub/torch, of images with a lock's packages, and a program that both run.

@@ -61,7 +61,7 @@ def build_images(
         client: A docker.APIClient of the daemon that builds.
         folder: A folder on the head node that keeps packages for the next build.
         refreshed: When Debian's packages were last to be downloaded again; another value builds all images again.
-        families: Images for users, as `build_plan.FAMILIES` has them.
+        families: Images to build: some of `build_plan.FAMILIES`, and that of services.
 
     Raises:
         SetupError: A step failed; the text has its last lines.

@@ -14,7 +14,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.images.build_plan import BASE, FAMILIES, NOTEBOOK, read_sources
+from gpuhub.ops.images.build_plan import BASE, FAMILIES, NOTEBOOK, SERVICES, read_sources
 from gpuhub.ops.images.builder import BuiltImage, build_images, find_image, tag_latest
 from gpuhub.ops.images.image_source import ImageSource, count_known_layers
 from gpuhub.ops.images.lab_assets import ensure_lab_assets
@@ -158,9 +158,11 @@ async def send_images(daemons: DockerClients, names: Sequence[str], builder: str
 
 
 def list_families(cluster: ClusterSettings) -> list[str]:
-    """Return the images for users that gpuhub builds: gpuhub/notebook, and others that profiles offer."""
-    offered = {with_tag(image) for profile in cluster.profiles for image in profile.offered_images}
-    return [NOTEBOOK, *(family for family in FAMILIES if family != NOTEBOOK and f"{family}:latest" in offered)]
+    """Return the images that gpuhub builds: gpuhub/notebook, and others that profiles offer or services use."""
+    used = {with_tag(image) for profile in cluster.profiles for image in profile.offered_images}
+    used |= {with_tag(service.image) for service in cluster.services}
+    further = (image for image in (*FAMILIES, SERVICES) if image != NOTEBOOK)
+    return [NOTEBOOK, *(image for image in further if f"{image}:latest" in used)]
 
 
 def list_foreign_images(cluster: ClusterSettings) -> list[str]:

@@ -22,6 +22,7 @@ _OTHER_WORDS = {
     "FORWARD",  # of iptables
     "rm", "ps", "network", "volume", "images",  # of docker
     "job-folder", "logs", "notebook", "pack-job", "put-results",  # of gpu-launch-courier
+    "mlflow", "waitress-serve",  # of the image gpuhub/services
     "who", "put", "get", "state", "gpu", "openid", "root", "nvidiactl", "USE",  # data
 }  # fmt: skip
 

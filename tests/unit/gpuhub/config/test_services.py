@@ -65,6 +65,8 @@ def test_four_lines_are_enough() -> None:
         ({"variables": ["JUPYTERHUB_API_TOKEN=x"]}, "JUPYTERHUB_API_TOKEN: a service cannot set this variable"),
         ({"variables": ["LD_PRELOAD={url}"]}, "LD_PRELOAD: a service cannot set this variable"),
         ({"variables": ["A=1\nB=2"]}, "services[1].variables[1]"),
+        ({"preset": "wandb"}, "services[1].preset: 'wandb': input should be 'mlflow' or 'python-packages'"),
+        ({"preset": "mlflow"}, "services: 'notes': data: mlflow needs a folder, such as /srv/notes"),
         ({"memory": "much"}, "services[1].memory"),
         ({"restart": "always"}, "services[1].restart: there is no such key"),
     ],
@@ -116,3 +118,16 @@ def test_variables_have_the_address_in_users_containers() -> None:
     assert two.build_variables() == {"TWO": "http://127.0.0.1:18034/services/two"}
     mistakes = find_mistakes(*tables, {"name": "three", "variables": ["ONE=x"]})
     assert "services: 'three': variables: 'one' sets ONE as well: leave one of them out" in mistakes
+
+
+@pytest.mark.parametrize("preset", ["mlflow", "python-packages"])
+def test_a_preset_needs_a_name_and_a_folder(preset: str) -> None:
+    """Everything else is there, and can be replaced."""
+    (service,) = build_cluster(services=[{"name": "mine", "preset": preset, "data": "/srv/mine"}]).services
+    assert (service.image, service.port, service.mount) == ("gpuhub/services:latest", 5000, "/data")
+    assert all("{name}" not in word for word in service.command)
+    assert any(value.startswith("http://127.0.0.1:18034/services/mine") for value in service.build_variables().values())
+    (changed,) = build_cluster(
+        services=[{"name": "mine", "preset": preset, "data": "/srv/mine", "port": 80, "variables": []}]
+    ).services
+    assert (changed.port, changed.build_variables()) == (80, {})

@@ -22,6 +22,7 @@ SOURCES = build_plan.ImageSources(
         "science.lock": b"numpy==2.4.6\nnvidia-ml-py==13.1\n",
         "lab.lock": b"jupyterlab==4.6.6\n",
         "llm.lock": b"transformers==5.23.0\n",
+        "services.lock": b"mlflow==3.17.2\n",
     },
     notebook={"Dockerfile": b"FROM y"},
     extensions={"gpu_launch/__init__.py": b""},
@@ -60,6 +61,7 @@ def test_a_changed_lab_extension_is_built_again():
     ("lock", "text", "changed"),
     [
         ("llm", b"transformers==6.0.0\n", {build_plan.LLM_PACKAGES, build_plan.LLM}),
+        ("services", b"mlflow==3.18.0\n", {build_plan.SERVICES}),
         ("lab", b"jupyterlab==4.7.0\n", {build_plan.LAB, build_plan.NOTEBOOK, build_plan.LLM_PACKAGES, build_plan.LLM}),
         ("science", b"numpy==2.5.0\nnvidia-ml-py==13.1\n", set(build_plan.PARENTS) - {build_plan.TORCH}),
         ("science", b"numpy==2.4.6\nnvidia-ml-py==13.2\n", {build_plan.BASE, *build_plan.PARENTS}),
@@ -101,6 +103,7 @@ def test_every_torch_setting_has_its_own_wheels():
         (["notebook"], ["notebook"], ["base"]),
         (["notebook", "llm"], ["base", "notebook", "lab"], ["llm-packages", "llm"]),
         (["notebook", "llm"], ["base", "llm"], ["torch", "science", "lab", "notebook"]),
+        (["notebook", "services"], ["base", "notebook"], ["torch", "science", "services"]),
         (["notebook"], ["base", "notebook"], []),
     ],
 )

@@ -17,6 +17,7 @@ from gpuhub.docker.client import CallKind
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.images import distribution
 from gpuhub.ops.images.builder import BuiltImage
+from tests.support.clusters import build_cluster
 
 
 class _ImagelessClient:
@@ -63,6 +64,14 @@ def test_families_are_built_where_a_profile_offers_them():
     assert distribution.list_families(build("gpuhub/llm")) == ["gpuhub/notebook", "gpuhub/llm"]
     assert distribution.list_families(build("lab/mine:1", "gpuhub/llm:latest")) == ["gpuhub/notebook", "gpuhub/llm"]
     assert distribution.list_families(build("gpuhub/llm:mine")) == ["gpuhub/notebook"]
+
+
+def test_the_image_of_services_is_built_where_one_uses_it():
+    """A service with a preset has that image."""
+    mine = {"name": "mine", "image": "lab/mine:1", "port": 80}
+    assert distribution.list_families(build_cluster(services=[mine])) == ["gpuhub/notebook"]
+    mlflow = {"name": "mlflow", "preset": "mlflow", "data": "/srv/mlflow"}
+    assert distribution.list_families(build_cluster(services=[mine, mlflow])) == ["gpuhub/notebook", "gpuhub/services"]
 
 
 async def test_a_missing_image_is_named():
