@@ -220,7 +220,7 @@ class NodeController:
         actions = self._reconcile(listing, began)
         if relies_on_absence(actions):
             # Since the last query of the daemon's id, another daemon may have replaced it and made the list.
-            identity = await self._probe.query_daemon_id(record.name), record.boot_id
+            identity = await self._probe.find_daemon_id(record, listed, is_fresh=True), record.boot_id
             self._probe.check_identity(record.name)
             listing = replace(
                 listing, identity=identity, observed_at=listed_at if clock.jump_count == follows else _NEVER

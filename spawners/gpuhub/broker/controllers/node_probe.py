@@ -109,8 +109,14 @@ class NodeProbe:
         )
         return listed
 
-    async def find_daemon_id(self, record: NodeStatus, listed: Sequence[Mapping[str, Any]]) -> str:
-        """Return the id of the node's daemon; query it every `DAEMON_ID_PERIOD_S`, and whenever it may have changed.
+    async def find_daemon_id(
+        self, record: NodeStatus, listed: Sequence[Mapping[str, Any]], *, is_fresh: bool = False
+    ) -> str:
+        """Return the id of the daemon that listed these containers.
+
+        It is queried every `DAEMON_ID_PERIOD_S`, whenever it may have changed, and with `is_fresh`. A daemon that
+        manages a Swarm without a leader does not answer that query, while it works: then the id is the last one, if the
+        GPU agent's container is still the same.
 
         Raises:
             NodeUnreachable, GpuhubError.
@@ -120,9 +126,22 @@ class NodeProbe:
         is_recent = (
             cache.daemon_asked_at is not None and self._clock.monotonic() - cache.daemon_asked_at < DAEMON_ID_PERIOD_S
         )
-        if record.daemon_id is not None and is_recent and record.failures == 0 and agent == cache.agent:
+        known = self._daemon_ids.get(record.name)
+        if (
+            record.daemon_id is not None
+            and is_recent
+            and record.failures == 0
+            and agent == cache.agent
+            and not is_fresh
+        ):
             return record.daemon_id
-        daemon_id = await self.query_daemon_id(record.name)
+        try:
+            daemon_id = await self.query_daemon_id(record.name)
+        except NodeUnreachable:
+            if known is None or agent is None or agent != cache.agent:
+                raise
+            cache.daemon_asked_at = self._clock.monotonic()
+            return known
         cache.agent = agent
         return daemon_id
 

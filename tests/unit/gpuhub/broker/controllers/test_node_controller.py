@@ -11,7 +11,7 @@ import pytest
 from gpuhub.broker.controllers import deadlines, node_controller, node_probe
 from gpuhub.broker.state import mutations
 from gpuhub.common import names
-from gpuhub.common.errors import GpuhubError, NodeUnreachable
+from gpuhub.common.errors import GpuhubError, NodeSilent, NodeUnreachable
 from gpuhub.config.settings import SchedulingSettings
 from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow
@@ -114,6 +114,34 @@ async def test_notebook_survives_an_unreachable_node(setting: Setting, how: str)
         assert "rig1 answers again" in await wait_for_event(running, "node.up")
         assert (await read(running, "ada", f"/leases/{lease['id']}"))["state"] == "active"
     assert list(rig1.containers)[-1] == container or container in rig1.containers
+
+
+@pytest.mark.usefixtures("_short_probe_timeout")
+async def test_a_daemon_that_waits_for_swarm_is_used(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker says nothing about itself while the Swarm's managers have no leader, and does all else as usual."""
+    monkeypatch.setattr(node_probe, "DAEMON_ID_PERIOD_S", 0.0)
+    rig1 = setting.nodes["rig1"]
+    asked: list[str] = []
+
+    def wait_for_leader(method: str) -> None:
+        if method == "info":
+            asked.append(method)
+            raise NodeSilent("node rig1: its Docker daemon does not answer in time")
+
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        await run_notebook(running, lease)
+        rig1.on_call = wait_for_leader
+        await until(lambda: len(asked) > 3, "its id is queried")
+        assert get_node_status(running).is_up
+        # The id is part of each proof.
+        await delete(running, "ada", f"/leases/{lease['id']}")
+        await wait_for_state(running, f"/leases/{lease['id']}", "released")
+        assert (await ask(running, "ben", key="b"))["state"] == "granted"
+
+        # Another container of the agent: this may be another daemon, which has to say who it is.
+        del rig1.containers[rig1.of_kind(names.KIND_AGENT)[0]["Id"]]
+        await until(lambda: not get_node_status(running).is_up, "rig1 is unreachable")
 
 
 async def test_one_failed_probe_is_not_an_outage(setting: Setting) -> None:
