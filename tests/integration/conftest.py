@@ -21,8 +21,9 @@ from traitlets.config import Config
 from gpuhub.common import names
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.docker import networks, swarm
+from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.swarm import membership
 from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from gpuhub_closet import cluster_file, lifecycle
 from gpuhub_closet.layouts import build_plan
@@ -128,7 +129,7 @@ async def head(closet: Closet, tiny_image: str) -> AsyncIterator[HeadNode]:
     cluster = cluster.model_copy(update={"profiles": profiles, "network": network})
     daemons = DockerClients(cluster.nodes, instance=closet.paths.instance, run_dir=closet.paths.run)
     try:
-        await swarm.ensure_swarm(daemons, cluster)
+        await membership.ensure_swarm(daemons, cluster)
         head_node = HeadNode(closet, cluster, daemons)
         yield head_node
         left = head_node.containers(names.KIND_NOTEBOOK) + head_node.containers(names.KIND_WORKER)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpuhub.config.storage import StorageSettings
 
 #: Sockets of the head node's own Docker daemon.
-_LOCAL_SOCKETS = frozenset({"unix:///run/docker.sock", "unix:///var/run/docker.sock"})
+LOCAL_SOCKETS = frozenset({"unix:///run/docker.sock", "unix:///var/run/docker.sock"})
 #: Shortest idle time, within which a node that has just woken gets its first request, and longest wait for a node;
 #: seconds.
 _LEAST_IDLE_S, _LONGEST_WAKE_S = 60, 3600
@@ -159,7 +159,7 @@ def find_power_mistakes(
         base: `[power]`.
         nodes: All nodes.
         storage: `[storage]`: a node that serves homes or datasets has to stay on.
-        swarm_manager: The node that manages the Swarm; None without one.
+        swarm_manager: The first node that manages the Swarm; None without a Swarm.
         is_builtin: Whether gpuhub decides when nodes sleep, and not Slurm.
     """
     servers = _list_file_servers(storage)
@@ -178,14 +178,14 @@ def find_power_mistakes(
             yield f'{where}.off: {off!r} needs Docker on the node: write "ipmi" or a command'
         if node.guest:
             yield f"{where}: a guest's owner alone switches the machine: remove it"
-        if node.docker in _LOCAL_SOCKETS:
+        if node.docker in LOCAL_SOCKETS:
             yield f"{where}: docker = {node.docker!r} is the head node itself, which has to stay on: remove it"
         for server in sorted({node.name, node.address, node.rank_address} & servers):
             yield f"{where}: {server!r} serves files to all nodes (see [storage]) and has to stay on: remove it"
         if node.name == swarm_manager:
             yield (
-                f"{where}: the first node manages the Docker Swarm of users' networks and has to stay on: list one "
-                "that stays on first, such as the head node, or remove it"
+                f"{where}: one node at least has to stay on, to manage the Docker Swarm of users' networks: remove it "
+                "here or from another node"
             )
         if node.desktop and node.power.merge(base).idle:
             yield (

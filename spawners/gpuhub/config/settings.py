@@ -33,12 +33,15 @@ from gpuhub.config.network import HubSettings, NetworkSettings
 from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
 from gpuhub.config.notifications import NotificationSettings
 from gpuhub.config.own_address import find_own_address, find_source_address
-from gpuhub.config.power import PowerSettings, find_power_mistakes
+from gpuhub.config.power import LOCAL_SOCKETS, PowerSettings, find_power_mistakes
 from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
 from gpuhub.config.services import ServiceSettings, find_service_mistakes
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.config.storage import StorageSettings, serve_from
 from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
+
+#: Managers of the Swarm where there are enough nodes.
+_SWARM_MANAGERS = 3
 
 __all__ = [
     "CircuitSettings",
@@ -150,7 +153,9 @@ class ClusterSettings(SettingsTable):
                 self.nodes,
                 self.storage,
                 is_builtin=self.engine == "builtin",
-                swarm_manager=next((node.name for node in self.own_nodes if self.has_overlay and node.docker), None),
+                swarm_manager=next(
+                    (node.name for node in self.swarm_managers if self.has_overlay and node.docker), None
+                ),
             ),
         ]
         if self.network.kind == "bridge" and len(self.own_nodes) > 1:
@@ -184,6 +189,19 @@ class ClusterSettings(SettingsTable):
     def has_overlay(self) -> bool:
         """True where users' networks span nodes."""
         return self.network.kind == "overlay" or (self.network.kind == "auto" and len(self.own_nodes) > 1)
+
+    @property
+    def swarm_managers(self) -> tuple[NodeSettings, ...]:
+        """The nodes that keep users' networks: the head node if it is one, else the first three that never sleep.
+
+        Without its head node a cluster starts nothing, so no other node need be on for its networks. Of three managers
+        of a Swarm one may be away; of two, both are needed, so that of fewer than three nodes one manages it.
+        """
+        steady = [node for node in self.own_nodes if node.docker and node.power is None] or self.own_nodes
+        if not self.has_overlay or len(steady) < _SWARM_MANAGERS:
+            return tuple(steady[:1])
+        head = [node for node in steady if node.docker in LOCAL_SOCKETS]
+        return tuple(head[:1] or steady[:_SWARM_MANAGERS])
 
     @property
     def has_encrypted_overlay(self) -> bool:

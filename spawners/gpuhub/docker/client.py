@@ -103,6 +103,8 @@ class DockerClients:
         self._nodes = {node.name: node for node in nodes}
         self.instance = instance
         self.start_slots = StartSlots()
+        #: The node that answered last for the Swarm; see `gpuhub.docker.swarm.managers.ask_manager`.
+        self.swarm_manager: str | None = None
         self._run_dir = run_dir
         self._timeout_s = timeout_s
         self._connections: dict[tuple[str, CallKind], _NodeConnection] = {}

@@ -14,7 +14,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NodeUnreachable, NotFound, SetupError
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.swarm import manager_node
+from gpuhub.docker.swarm.managers import ask_manager
 
 #: Longest waits for a removed network to be gone and for another start's network to be shown, for an overlay's subnet,
 #: and for the kernel's answer about a route, seconds.
@@ -69,24 +69,34 @@ async def ensure_user_network(
     """Create the owner's private network unless it exists. Safe to call concurrently.
 
     Raises:
-        NodeUnreachable: The node that manages the networks does not answer.
+        NodeUnreachable: The nodes that manage the networks do not answer.
         Conflict: Containers are still on a network of other settings: a bridge of a single node, or an overlay with or
             without encryption; or the network is another user's.
     """
     name = names.user_network_name(instance, owner)
     try:
-        network = await _ensure_current(daemons, cluster, instance, owner)
+        network = await ask_manager(
+            daemons, cluster, lambda node: _ensure_current(daemons, node, cluster, instance, owner)
+        )
         names.check_owner(name, network.get("Labels"), owner)
     except NodeUnreachable as error:
-        raise NodeUnreachable(f"{error}; it keeps the users' networks, so nothing can start until it does") from error
+        raise NodeUnreachable(f"{error}; nothing can start until {_name_keepers(cluster)}") from error
     return UserNetwork(name=name, id=network["Id"], subnet=str(_read_subnet(network)))
 
 
+def _name_keepers(cluster: ClusterSettings) -> str:
+    """Return which nodes must answer for users' networks, as the end of a sentence."""
+    *others, last = (node.name for node in cluster.swarm_managers)
+    if not others:
+        return f"{last} does, which keeps users' networks"
+    return f"two of {', '.join(others)} and {last} do, which keep users' networks"
+
+
 async def _ensure_current(
-    daemons: DockerClients, cluster: ClusterSettings, instance: str, owner: str
+    daemons: DockerClients, node: str, cluster: ClusterSettings, instance: str, owner: str
 ) -> dict[str, Any]:
     """Return a user's network as the settings have it; one that does not fit is replaced."""
-    node, name = manager_node(cluster).name, names.user_network_name(instance, owner)
+    name = names.user_network_name(instance, owner)
     began = asyncio.get_running_loop().time()
     while True:
         network = await _inspect_network(daemons, node, name)
@@ -149,7 +159,10 @@ async def remove_idle_user_networks(
     Raises:
         GpuhubError: A network cannot be removed, or the manager still shows a removed one after 20 s.
     """
-    node = manager_node(cluster).name
+    return await ask_manager(daemons, cluster, lambda node: _remove_idle(daemons, node, instance, keep_owners))
+
+
+async def _remove_idle(daemons: DockerClients, node: str, instance: str, keep_owners: Collection[str]) -> list[str]:
     filters = {"label": [f"{names.LABEL_INSTANCE}={instance}", names.LABEL_OWNER]}
     removed = []
     for network in await daemons.call(node, "networks", filters=filters):

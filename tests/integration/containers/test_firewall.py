@@ -16,8 +16,10 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import container_lifecycle, firewall_container, networks, swarm
+from gpuhub.docker import container_lifecycle, firewall_container, networks
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.swarm import membership
+from gpuhub.docker.swarm.managers import SWARM_PORT
 from gpuhub_closet import docker_daemons as closet_daemons
 from gpuhub_closet import shell
 from tests.support.closet import practice_closet
@@ -72,8 +74,8 @@ class Scene:
         }
         for node in self.cluster.nodes:
             targets |= {f"{node.name}:{port}": (node.address, port, "") for port in user_containers.ON_NODES}
-        manager = swarm.manager_node(self.cluster)
-        targets["Swarm"] = (manager.address, swarm.SWARM_PORT, "")
+        manager = self.cluster.swarm_managers[0]
+        targets["Swarm"] = (manager.address, SWARM_PORT, "")
         targets["head's SSH"] = (self.head, 22, "")
         for inside in self.ben:
             address = self.cluster.node(inside.node).address
@@ -154,7 +156,7 @@ async def scene(closet: Closet, tiny_image: str, world: None) -> AsyncIterator[S
     daemons = DockerClients(cluster.nodes, instance=INSTANCE, run_dir=closet.paths.run)
     head = str(closet.plan.head)
     try:
-        await swarm.ensure_swarm(daemons, cluster)
+        await membership.ensure_swarm(daemons, cluster)
         ada = await user_containers.start_containers(
             daemons, cluster, ADA, ("rig1", "rig2"), image=tiny_image, head=head
         )

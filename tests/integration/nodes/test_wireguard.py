@@ -12,9 +12,10 @@ import pytest
 
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import networks, swarm
+from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.networks import find_mtu
+from gpuhub.docker.swarm import membership
 from gpuhub.ops.doctor.node_queries import measure_mtu
 from gpuhub.ops.provision import cluster_file
 from gpuhub_closet.topology import build_subnet
@@ -126,7 +127,7 @@ def test_a_large_transfer_over_a_users_network(closet: Closet, cluster: ClusterS
     daemons = DockerClients(cluster.nodes, instance=INSTANCE, run_dir=closet.paths.run)
 
     async def join() -> networks.UserNetwork:
-        await swarm.ensure_swarm(daemons, cluster)
+        await membership.ensure_swarm(daemons, cluster)
         return await networks.ensure_user_network(daemons, cluster, INSTANCE, "ada")
 
     try:

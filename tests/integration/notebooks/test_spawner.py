@@ -16,7 +16,8 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, NotFound
 from gpuhub.config import settings
 from gpuhub.config.profiles import ProfileSettings
-from gpuhub.docker import container_spec, networks, swarm
+from gpuhub.docker import container_spec, networks
+from gpuhub.docker.swarm import membership
 from gpuhub.docker.user_containers import WorkerSpec, start_worker
 from gpuhub.spawners.base import SpawnFailed
 from gpuhub.spawners.docker import spawner
@@ -398,8 +399,8 @@ async def test_network_is_replaced_when_encryption_changes(head: HeadNode, tiny_
 async def test_node_that_left_the_swarm_is_added_again(head: HeadNode) -> None:
     """A second `ensure_swarm` adds the node again, and a third changes nothing."""
     await head.daemons.call("rig2", "leave_swarm", force=True)
-    await swarm.ensure_swarm(head.daemons, head.cluster)
-    await swarm.ensure_swarm(head.daemons, head.cluster)
+    await membership.ensure_swarm(head.daemons, head.cluster)
+    await membership.ensure_swarm(head.daemons, head.cluster)
     info = await head.daemons.call("rig2", "info")
     assert info["Swarm"]["LocalNodeState"] == "active"
 

@@ -14,11 +14,11 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.docker import swarm
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_lifecycle import remove_instance_objects, remove_nfs_volumes
 from gpuhub.docker.firewall_container import remove_firewall
 from gpuhub.docker.service_container import list_services, remove_service
+from gpuhub.docker.swarm import membership
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import programs
@@ -137,14 +137,14 @@ async def clean_nodes(daemons: DockerClients, cluster: settings.ClusterSettings,
         *(remove_firewall(daemons, instance, node) for node in nodes), return_exceptions=True
     )
     failures = _find_failures(nodes, firewalls) | failures
-    # The manager of the Swarm (the first node) is last: it holds the definitions of the overlay networks.
+    # The first node, which manages the Swarm, is last: it holds the definitions of the overlay networks.
     for node in reversed(nodes):
         try:
             await _remove_networks(daemons, node, instance)
         except GpuhubError as error:
             failures.setdefault(node, str(error))
     own_failures = {node for node in failures if not cluster.node(node).guest}
-    warnings = await swarm.leave_swarm(daemons, cluster) if cluster.has_overlay and not own_failures else []
+    warnings = await membership.leave_swarm(daemons, cluster) if cluster.has_overlay and not own_failures else []
     in_order = {node: failures[node] for node in nodes if node in failures}
     return NodeCleanup(failures=in_order, stopped=stopped, warnings=warnings)
 

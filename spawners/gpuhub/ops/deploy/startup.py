@@ -23,9 +23,10 @@ from gpuhub.common.open_files import describe_low_limit, raise_open_file_limit
 from gpuhub.common.paths import Paths
 from gpuhub.config import profiles, settings
 from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
-from gpuhub.docker import esp_probe, networks, swarm
+from gpuhub.docker import esp_probe, networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.docker.swarm import membership
 from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
@@ -175,10 +176,12 @@ async def _prepare_nodes(
             with report.step("Every node's kernel can encrypt users' networks"):
                 await esp_probe.require_encryption(daemons, [node.name for node in cluster.nodes])
         with report.step("Networks"):
-            await swarm.ensure_swarm(daemons, cluster)
+            warning = await membership.ensure_swarm(daemons, cluster)
             await asyncio.gather(
                 *(networks.ensure_access_network(daemons, cluster, paths.instance, node.name) for node in cluster.nodes)
             )
+        if warning is not None:
+            report.note(f"  ! {warning}")
         title = "Packet filter" if cluster.network.guard else "No packet filter (network.guard = false)"
         with report.step(title):
             await asyncio.gather(

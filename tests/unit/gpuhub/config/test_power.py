@@ -22,6 +22,7 @@ title = "Any"
 """
 RIG1 = '[[nodes]]\nname = "rig1"\naddress = "10.0.0.11"\ndocker = "unix:///run/docker.sock"\n'
 RIG2 = '[[nodes]]\nname = "rig2"\naddress = "10.0.0.12"\ndocker = "ssh://root@10.0.0.12"\n'
+RIG3 = RIG2.replace("rig2", "rig3").replace(".12", ".13")
 WAKE = 'power = { mac = "3C-EC-EF-12-34-56", idle = "30m" }\n'
 
 
@@ -77,7 +78,7 @@ def test_commands_are_lists_of_words(tmp_path: Path) -> None:
         ([RIG1, RIG2, WAKE, '[power]\nmac = "3c:ec:ef:12:34:56"\n'], "power.mac: there is no such key"),
         ([RIG1, RIG2, WAKE, '[slurm]\npartition = "gpu"\n'], "takes a node for resumed only after it has booted"),
         ([RIG1, WAKE], "power: docker = 'unix:///run/docker.sock' is the head node itself"),
-        ([RIG2, WAKE, RIG1], "power: the first node manages the Docker Swarm"),
+        ([RIG2, WAKE, RIG3, WAKE], "'rig2': power: one node at least has to stay on"),
         ([RIG1, RIG2, "desktop = true\n", WAKE], "power.idle: somebody works at the machine's screen"),
         ([RIG1, RIG2, WAKE, '[storage]\nhome = "nfs://10.0.0.12/h/{username}"\n'], "power: '10.0.0.12' serves files"),
         ([RIG1, RIG2, WAKE, '[storage]\ndatasets = "nfs://rig2/data"\n'], "power: 'rig2' serves files"),
@@ -89,6 +90,20 @@ def test_wrong_values_are_refused(tmp_path: Path, texts: list[str], mistake: str
     head = ['engine = "slurm"\n'] if any("[slurm]" in text for text in texts) else []
     with pytest.raises(SettingsError, match=re.escape(mistake)):
         load(tmp_path, *texts, before=head)
+
+
+def test_nodes_that_stay_on_keep_users_networks(tmp_path: Path) -> None:
+    """The head node if it is one of them, otherwise three, and of fewer one: of two managers both would be needed."""
+
+    def choose(*nodes: str) -> list[str]:
+        return [node.name for node in load(tmp_path, *nodes).swarm_managers]
+
+    rig4, rig5 = (RIG3.replace("rig3", f"rig{number}").replace(".13", f".1{number}") for number in (4, 5))
+    assert choose(RIG1) == ["rig1"]
+    assert choose(RIG2, WAKE, RIG3, rig4) == ["rig3"]
+    assert choose(RIG2, WAKE, RIG3, rig4, rig5) == ["rig3", "rig4", "rig5"]
+    assert choose(RIG3, rig4, RIG1, rig5) == ["rig1"]
+    assert choose(RIG3, RIG1) == ["rig3"]
 
 
 def test_desktop_may_be_woken(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ class OneObject:
     """A daemon with one network or volume of an owner; stands for `DockerClients`."""
 
     instance = "ghtest"
+    swarm_manager = None
 
     def __init__(self, owner: str | None) -> None:
         self._owner = owner

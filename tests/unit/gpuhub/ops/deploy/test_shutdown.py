@@ -69,7 +69,7 @@ async def test_networks_go_once_swarm_has_ended_their_tasks(
     """A link that broke before delays what a node tells the manager; not for ever."""
     cluster = build_cluster()
     monkeypatch.setattr(shutdown, "SWARM_TASKS_DEADLINE_S", deadline_s)
-    monkeypatch.setattr(shutdown.swarm, "leave_swarm", leave_swarm)
+    monkeypatch.setattr(shutdown.membership, "leave_swarm", leave_swarm)
     cleanup = await shutdown.clean_nodes(SlowSwarm(cluster.nodes, nodes, tmp_path), cluster, "ghtest")
     assert list(cleanup.failures) == failing
 
