@@ -26,6 +26,7 @@ from gpuhub.config import settings
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.probe_container import LABEL_DOCTOR
 from gpuhub.docker.ssh import ssh_files
+from gpuhub.docker.swarm import membership
 from gpuhub.ops.provision import cluster_file, node_access
 from gpuhub.tls.authority import utc_now
 from gpuhub_closet import docker_daemons as daemons
@@ -75,14 +76,14 @@ class Head:
         finally:
             nodes.close()
 
-    def members(self) -> set[str]:
-        """Return the addresses of the nodes in rig1's Swarm."""
+    def members(self, manager: str = "rig1") -> set[str]:
+        """Return the names of the nodes in a node's Swarm."""
         nodes = self.daemons()
         try:
-            listed = asyncio.run(nodes.call("rig1", "nodes"))
+            listed = asyncio.run(nodes.call(manager, "nodes"))
         finally:
             nodes.close()
-        return {f"rig{int(each['Status']['Addr'].rsplit('.', 1)[1]) - 10}" for each in listed}
+        return {each["Description"]["Hostname"] for each in listed}
 
 
 def leave_swarm(closet: Closet) -> None:
@@ -126,12 +127,26 @@ def test_machine_is_added_and_removed_over_ssh(head: Head, rig3: Machine):
     assert "✓ swarm member of gpuhub's" in join_columns(again)
     assert (head.file.read_text(), rig3.authorized_keys.read_text()) == added
 
-    assert "the first node and manages the Swarm" in head.gpuhub("node", "remove", "rig1", "--yes", status=1)
+    refused = head.gpuhub("node", "remove", "rig1", "--yes", status=1)
+    assert re.search("rig1 stays: .* rig2 is not in the Swarm", refused)
     gone = head.gpuhub("node", "remove", "rig3", "--yes")
     assert "rig3 is removed." in gone
     assert (head.file.read_text(), rig3.authorized_keys.read_text()) == (before, keys)
     assert head.members() == {"rig1"}
     assert not ssh_files(INSTANCE).known_hosts("rig3").exists()
+
+
+def test_the_node_that_managed_the_swarm_alone_is_removed(head: Head):
+    """Another takes over first, so that users' networks remain."""
+    nodes = head.daemons()
+    try:
+        asyncio.run(membership.ensure_swarm(nodes, settings.load(head.file)))
+    finally:
+        nodes.close()
+    before = head.members()
+    assert "rig1 is removed." in head.gpuhub("node", "remove", "rig1", "--yes")
+    assert [node.name for node in settings.load(head.file).nodes] == ["rig2"]
+    assert (before, head.members("rig2")) == ({"rig1", "rig2"}, {"rig2"})
 
 
 def test_sudo_uses_the_callers_ssh_keys(head: Head, rig3: Machine, agent: tuple[Path, str]):
@@ -225,7 +240,9 @@ def test_doctor_inspects_every_node(head: Head, closet: Closet, rig3: Machine, t
             assert values["mtu"] == "1500 bytes over eth0; users' networks get 1450"
             assert "Linux" in values["system"]
             assert values["swarm"] == "member of gpuhub's Swarm"
-            assert values["nodes"] == f"the first node can be reached at {closet.plan.node('rig1').address}:2377"
+            assert (
+                values["nodes"] == f"a manager of the Swarm can be reached at {closet.plan.node('rig1').address}:2377"
+            )
             # The columns are as wide as their contents.
             output = " ".join(head.gpuhub("doctor", status=1).split())
             assert re.search(r"the room ✓ heat .* not counted: GPUs of rig1, rig2, rig3 whose limits", output)

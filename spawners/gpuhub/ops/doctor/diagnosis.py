@@ -141,7 +141,7 @@ def is_local(node: NodeSettings) -> bool:
     return node.docker.startswith("unix://")
 
 
-async def _read_members(daemons: DockerClients, cluster: ClusterSettings) -> frozenset[str] | None:
+async def _read_members(daemons: DockerClients, cluster: ClusterSettings) -> dict[str, str] | None:
     return await node_queries.read_swarm_members(daemons, cluster) if find_capabilities(cluster).containers else None
 
 
@@ -157,7 +157,7 @@ class _ClusterFacts:
     is_running: bool
     #: Node → the id of its Docker daemon; nodes that do not answer are not in it.
     daemon_ids: Mapping[str, str]
-    swarm_members: frozenset[str] | None
+    swarm_members: Mapping[str, str] | None
     backend: BackendChecks | None
     #: The nodes that may sleep as the broker shows them; none while it does not run.
     power_nodes: Mapping[str, NodeView] = field(default_factory=dict)

@@ -64,10 +64,11 @@ class NodeEnvironment:
     measured_mtu: int | None = None
     #: The head node can measure: it has ping.
     can_measure_mtu: bool = True
-    #: `host:port` of the Swarm's manager, which is the first node; None on that node itself.
-    swarm_manager: str | None = None
-    #: Ids of the members of gpuhub's Swarm; None where there is none, or it is unknown.
-    swarm_members: frozenset[str] | None = None
+    #: Ids of the members of gpuhub's Swarm, each with `host:port` as a manager that can be reached, else empty; None
+    #: where there is no Swarm, or it is unknown.
+    swarm_members: Mapping[str, str] | None = None
+    #: How many nodes are to manage it.
+    wanted_managers: int = 1
     #: The node is being added.
     is_new: bool = False
     #: What else should not be on Docker's disk: name → folder.
@@ -85,6 +86,12 @@ class NodeEnvironment:
     firewall_status: tuple[str, str] = ("", "")
     #: With Slurm: the paths that `probe.sh` checks, by the names of its checks.
     slurm_paths: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def swarm_managers(self) -> tuple[str, ...]:
+        """`host:port` of each other node that manages the Swarm and can be reached."""
+        addresses = filter(None, (self.swarm_members or {}).values())
+        return tuple(sorted(each for each in addresses if each.rpartition(":")[0] != self.address))
 
 
 def check_docker(docker: DockerFacts) -> Iterator[Finding]:
@@ -261,9 +268,9 @@ def check_reach(host: HostFacts, environment: NodeEnvironment) -> Iterator[Findi
         else:
             value = f"the {name} at {address} was not checked: nothing listens there"
             yield warning(name, value, "`sudo make up`, then `gpuhub doctor`")
-    if environment.swarm_manager is not None and environment.swarm_members is not None:
+    for address in environment.swarm_managers:
         advice = "let TCP 2377 and 7946 and UDP 7946 and 4789 through between all nodes"
-        yield _check_address(host, "nodes", environment.swarm_manager, "the first node", advice)
+        yield _check_address(host, "nodes", address, "a manager of the Swarm", advice)
     for address in environment.nfs_servers:
         yield _check_address(host, "storage", address, "the file server", "let it through the server's firewall")
 
@@ -367,9 +374,18 @@ def check_swarm(docker: DockerFacts, environment: NodeEnvironment) -> Iterator[F
                 "swarm", f"{docker.swarm_state}: users' networks do not reach it", "`sudo make up` lets it join"
             )
     elif environment.swarm_members is None:
-        yield warning("swarm", "member of a Swarm; the first node did not answer whether it is gpuhub's")
+        yield warning("swarm", "member of a Swarm; none of its managers answered whether it is gpuhub's")
     elif docker.swarm_node in environment.swarm_members:
-        yield ok("swarm", "member of gpuhub's Swarm")
+        managers = [address for address in environment.swarm_members.values() if address]
+        if environment.swarm_members.get(docker.swarm_node or "") and len(managers) < environment.wanted_managers:
+            yield warning(
+                "swarm",
+                f"{len(managers)} of {environment.wanted_managers} nodes that should keep users' networks do: "
+                f"{', '.join(sorted(managers))}",
+                "start those that are down, let TCP 2377 through between them, then `sudo make up`; see docs/nodes.md",
+            )
+        else:
+            yield ok("swarm", "member of gpuhub's Swarm")
     else:
         yield failed(
             "swarm",

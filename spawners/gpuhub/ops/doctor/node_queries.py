@@ -25,7 +25,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE
 from gpuhub.docker.firewall_container import parse_status_line
 from gpuhub.docker.probe_container import run_probe
-from gpuhub.docker.swarm import SWARM_PORT, manager_node
+from gpuhub.docker.swarm.managers import ask_manager
 from gpuhub.nodes.agent import PERIOD_S
 from gpuhub.nodes.agent_container import parse_agent_line, read_last_line
 from gpuhub.nodes.status import STALE_S, AgentReading
@@ -179,17 +179,25 @@ async def read_firewall_status(daemons: DockerClients, node: str) -> tuple[str, 
         return "", ""
 
 
-async def read_swarm_members(daemons: DockerClients, cluster: ClusterSettings) -> frozenset[str] | None:
-    """Return the ids of the Swarm's members; None where gpuhub has no Swarm yet."""
+async def read_swarm_members(daemons: DockerClients, cluster: ClusterSettings) -> dict[str, str] | None:
+    """Return the ids of the Swarm's members, each with `host:port` as a manager that can be reached, else empty.
+
+    None where gpuhub has no Swarm yet, or none of its managers answers.
+    """
     try:
-        return frozenset(member["ID"] for member in await daemons.call(manager_node(cluster).name, "nodes"))
+        members = await ask_manager(daemons, cluster, lambda manager: daemons.call(manager, "nodes"))
     except GpuhubError:
         return None
+    managers = {member["ID"]: member.get("ManagerStatus") or {} for member in members}
+    return {
+        member: str(status["Addr"]) if status.get("Reachability") == "reachable" else ""
+        for member, status in managers.items()
+    }
 
 
 def build_probe_arguments(environment: NodeEnvironment, docker_root: str) -> list[str]:
     """Return the arguments of `probe.sh`."""
-    others = [*environment.nfs_servers, *([] if environment.swarm_manager is None else [environment.swarm_manager])]
+    others = [*environment.nfs_servers, *environment.swarm_managers]
     addresses = [*((environment.head, port) for port in environment.head_ports.values()), *map(_split_address, others)]
     if not re.fullmatch(r"/[A-Za-z0-9/._-]*", docker_root):
         docker_root = "/var/lib/docker"
@@ -219,7 +227,6 @@ def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is
     """Read what the head node knows about a node at this address; blocks for some seconds at most."""
     head = find_head_address(cluster)
     ports = {"hub": cluster.hub.api_port, "broker": cluster.hub.broker_port}
-    first = manager_node(cluster).address
     return NodeEnvironment(
         address=address,
         head=head,
@@ -234,7 +241,7 @@ def read_environment(cluster: ClusterSettings, paths: Paths, address: str, *, is
         mtu=networks.find_mtu(cluster),
         measured_mtu=measure_mtu(address),
         can_measure_mtu=shutil.which("ping") is not None,
-        swarm_manager=f"{first}:{SWARM_PORT}" if cluster.has_overlay and first != address else None,
+        wanted_managers=len(cluster.swarm_managers),
         is_new=is_new,
         folders={
             **({} if cluster.storage.home.startswith("nfs://") else {"homes": find_homes_folder(cluster.storage.home)}),

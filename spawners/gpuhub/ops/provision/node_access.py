@@ -113,7 +113,7 @@ async def query_docker(socket_path: Path, node: NodeSettings, paths: Paths) -> D
 
 async def query_other_nodes(
     cluster: ClusterSettings, paths: Paths, name: str
-) -> tuple[dict[str, tuple[GpuFacts, ...]], dict[str, str], frozenset[str] | None]:
+) -> tuple[dict[str, tuple[GpuFacts, ...]], dict[str, str], dict[str, str] | None]:
     """Return the GPUs of the other nodes by node, the ids of their Docker daemons, and the members of the Swarm."""
     others = [node for node in cluster.own_nodes if node.name != name]
     daemons = DockerClients(others, instance=paths.instance, run_dir=paths.run)
@@ -121,7 +121,8 @@ async def query_other_nodes(
         node_gpus = await asyncio.gather(*(node_queries.read_gpus(daemons, node.name) for node in others))
         gpus = dict(zip((node.name for node in others), node_gpus, strict=True))
         daemon_ids = await node_queries.read_daemon_ids(daemons, [node.name for node in others])
-        members = await node_queries.read_swarm_members(daemons, cluster) if cluster.own_nodes[0] in others else None
+        known = cluster.model_copy(update={"nodes": tuple(others)})
+        members = await node_queries.read_swarm_members(daemons, known) if others and cluster.has_overlay else None
     finally:
         daemons.close()
     return gpus, daemon_ids, members

@@ -15,10 +15,11 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.base import describe_mistakes
 from gpuhub.config.settings import ClusterSettings, NodeSettings
-from gpuhub.docker import ssh, swarm
+from gpuhub.docker import ssh
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import build_node_policy
 from gpuhub.docker.ssh import ssh_files
+from gpuhub.docker.swarm import membership
 from gpuhub.firewall.rules import describe_rules
 from gpuhub.ops.console import OperatorConsole
 from gpuhub.ops.doctor import node_checks, node_queries
@@ -129,7 +130,7 @@ def _check_machine(
     findings: list[Finding] = [
         ok("ssh", f"{host.user} on {plan.resolved.host}, port {plan.resolved.port}"),
         *node_checks.check_login(host, needs_sudo=request.tls, is_tls=request.tls),
-        *_check_manager(plan),
+        *_check_managers(plan),
     ]
     if docker is not None:
         findings += check_docker_facts(docker, environment)
@@ -155,16 +156,15 @@ def _query_docker(session: SshSession, plan: JoinPlan, paths: Paths) -> tuple[Do
         return None, str(error)
 
 
-def _check_manager(plan: JoinPlan) -> list[Finding]:
-    first = swarm.manager_node(plan.cluster)
-    if not plan.cluster.has_overlay or not _is_loopback(first.address):
-        return []
+def _check_managers(plan: JoinPlan) -> list[Finding]:
     return [
         failed(
-            "first node",
-            f"{first.name} has the address {first.address}, which no other node can reach",
-            f"give {first.name} its address on the nodes' network in cluster.toml",
+            "nodes",
+            f"{node.name} has the address {node.address}, which no other node can reach",
+            f"give {node.name} its address on the nodes' network in cluster.toml",
         )
+        for node in plan.cluster.swarm_managers
+        if plan.cluster.has_overlay and _is_loopback(node.address)
     ]
 
 
@@ -200,10 +200,12 @@ async def _join_swarm(plan: JoinPlan, paths: Paths, console: OperatorConsole) ->
         return
     daemons = DockerClients(plan.cluster.nodes, instance=paths.instance, run_dir=paths.run)
     try:
-        await swarm.ensure_member(daemons, plan.cluster, plan.node)
+        warning = await membership.ensure_member(daemons, plan.cluster, plan.node)
     finally:
         daemons.close()
     console.write("  ✓ member of the Swarm that keeps users' networks")
+    if warning is not None:
+        console.write(f"  ! {warning}")
 
 
 def build_join_plan(request: JoinRequest, paths: Paths, console: OperatorConsole) -> JoinPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnre
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, NodeSettings
-from gpuhub.docker import container_lifecycle, ssh, swarm
+from gpuhub.docker import container_lifecycle, ssh
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.firewall_container import remove_firewall
 from gpuhub.docker.ssh import ssh_files
+from gpuhub.docker.swarm import membership
 from gpuhub.ops.broker_connection import connect_to_broker
 from gpuhub.ops.console import OperatorConsole
 from gpuhub.ops.provision import cluster_file, node_access
@@ -63,9 +65,10 @@ def remove_node(
     text = cluster_file.remove_node(request.cluster_file.read_text(encoding="utf-8"), node.name)
     cluster_file.check_text(text, request.cluster_file)
     is_up = asyncio.run(_end_all_work(request, node, paths, console))
+    is_in_swarm = cluster.has_overlay and not node.guest
+    failures = asyncio.run(_hand_over_swarm(cluster, node, paths, force=request.force)) if is_in_swarm else []
     before = cluster_file.replace_file(request.cluster_file, text)
     console.write(f"  ✓ {request.cluster_file} no longer has {node.name}; the previous file is {before.name}")
-    failures = []
     if _is_running(paths, node):
         try:
             start_services()
@@ -75,9 +78,8 @@ def remove_node(
         failures += asyncio.run(_clean_node(cluster, node, paths, console))
         failures += _revoke_access(request, node, paths, console)
     else:
-        console.write(
-            f"  ! nothing was undone on {node.name}, which does not answer: containers, key and Swarm membership remain"
-        )
+        failures += asyncio.run(_remove_from_swarm(cluster, node, paths)) if is_in_swarm else []
+        console.write(f"  ! nothing was undone on {node.name}, which does not answer: containers and key remain there")
     ssh_files(paths.instance).known_hosts(node.name).unlink(missing_ok=True)
     node_access.remove_certificates(node_access.find_client_files(paths, node.name))
     if failures:
@@ -100,12 +102,6 @@ def find_removable_node(cluster: ClusterSettings, name: str) -> NodeSettings:
         ) from None
     if len(cluster.own_nodes) == 1:
         raise InvalidRequest(f"{name} is the only node: `sudo make down` stops gpuhub")
-    if node == swarm.manager_node(cluster) and cluster.has_overlay:
-        raise InvalidRequest(
-            f"{name} is the first node and manages the Swarm with all users' networks: without it nothing can start "
-            "anywhere. To replace it: `sudo make down`, move the table of another node to the top of cluster.toml, "
-            "`sudo make up`; then remove it"
-        )
     return node
 
 
@@ -187,6 +183,35 @@ async def _confirm_end(
         console.confirm("End all of this now?")
 
 
+async def _hand_over_swarm(cluster: ClusterSettings, node: NodeSettings, paths: Paths, *, force: bool) -> list[str]:
+    """Let other nodes keep the users' networks, if this one does; with `force` return a line if they cannot.
+
+    Raises:
+        Conflict: They cannot, and `force` is not set.
+    """
+    try:
+        with closing(DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)) as daemons:
+            await membership.hand_over(daemons, cluster, node)
+    except GpuhubError as error:
+        if not force:
+            raise Conflict(f"{node.name} stays: the others cannot keep users' networks without it: {error}") from None
+        return [
+            f"the other nodes did not take over the Swarm: {error}. If nothing starts: `sudo make down`, "
+            "`docker swarm leave --force` on every node, `sudo make up`"
+        ]
+    return []
+
+
+async def _remove_from_swarm(cluster: ClusterSettings, node: NodeSettings, paths: Paths) -> list[str]:
+    """Remove a node that does not answer from the Swarm's members, and return a line for each failure."""
+    try:
+        with closing(DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)) as daemons:
+            await membership.remove_member(daemons, cluster, node)
+    except GpuhubError as error:
+        return [f"the Swarm still has it as a member: {error}"]
+    return []
+
+
 def _is_running(paths: Paths, node: NodeSettings) -> bool:
     """Return whether services run that use the node."""
     if not paths.used_cluster_file.exists():
@@ -205,7 +230,7 @@ async def _clean_node(
         await container_lifecycle.remove_instance_objects(daemons, node.name, paths.instance, "network")
         volumes = await container_lifecycle.remove_nfs_volumes(daemons, node.name, paths.instance)
         if cluster.has_overlay:
-            await swarm.remove_member(daemons, cluster, node)
+            await membership.remove_member(daemons, cluster, node)
         images = await daemons.call(node.name, "images", filters={"reference": "gpuhub/*"})
     except GpuhubError as error:
         return [str(error)]

@@ -77,8 +77,7 @@ AROUND = NodeEnvironment(
     listening_ports=frozenset({8081, 8010}),
     nfs_servers=(f"{HEAD}:2049",),
     accounts={"ada": 1001, "ben": 1002},
-    swarm_manager="192.168.1.21:2377",
-    swarm_members=frozenset({"n1"}),
+    swarm_members={"n0": "192.168.1.21:2377", "n1": ""},
 )
 
 
@@ -235,6 +234,19 @@ def test_environment_checks() -> None:
         "swarm": Severity.WARNING
     }
     assert "accounts: other" not in format_findings(check_node(GOOD_DOCKER, GOOD_HOST, AROUND))
+
+
+def test_a_missing_manager_of_the_swarm_is_shown_at_the_others() -> None:
+    """One that is down, or behind a firewall; nodes that do not manage it have nothing to report."""
+    one = replace(AROUND, wanted_managers=3)
+    assert levels(check_node(GOOD_DOCKER, GOOD_HOST, one)) == {}
+    manager = replace(GOOD_DOCKER, swarm_node="n0")
+    assert levels(check_node(manager, GOOD_HOST, one)) == {"swarm": Severity.WARNING}
+    two = replace(one, swarm_members={"n0": "192.168.1.21:2377", "n2": "192.168.1.22:2377", "n3": ""})
+    host = replace(GOOD_HOST, reach={**GOOD_HOST.reach, "192.168.1.22:2377": True})
+    (finding,) = [each for each in check_node(manager, host, two) if each.check == "swarm"]
+    assert finding.value == ("2 of 3 nodes that should keep users' networks do: 192.168.1.21:2377, 192.168.1.22:2377")
+    assert levels(check_node(manager, host, replace(two, wanted_managers=2))) == {}
 
 
 @pytest.mark.parametrize(

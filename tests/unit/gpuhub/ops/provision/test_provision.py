@@ -377,11 +377,9 @@ def test_invalid_settings_are_never_written(tmp_path: Path) -> None:
 # -- leaving -------------------------------------------------------------------------------------------------------------
 
 
-def test_first_and_only_nodes_cannot_be_removed() -> None:
+def test_the_only_node_cannot_be_removed() -> None:
     cluster = build_cluster()
-    assert find_removable_node(cluster, "rig2") == cluster.nodes[1]
-    with pytest.raises(InvalidRequest, match="the first node and manages the Swarm"):
-        find_removable_node(cluster, "rig1")
+    assert find_removable_node(cluster, "rig1") == cluster.nodes[0]
     with pytest.raises(NotFound, match="there are rig1, rig2, rig3"):
         find_removable_node(cluster, "rig9")
     with pytest.raises(InvalidRequest, match="the only node"):
@@ -436,19 +434,23 @@ def root_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unreachable_node_is_removed_only_by_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is removed from the file, nothing is changed on it, and the output has a note."""
+    """It is removed from the file, nothing is changed on it, and the output says so, and what the others miss."""
     monkeypatch.setattr(Paths, "state", property(lambda self: tmp_path / "state"))
     monkeypatch.setattr(Paths, "run", property(lambda self: tmp_path / "run"))
     file = tmp_path / "cluster.toml"
     text = EXAMPLE.read_text().replace("ssh://gpuhub@192.168.1.22", "ssh://gpuhub@127.0.0.1:1")
+    text = text.replace("unix:///run/docker.sock", "ssh://gpuhub@127.0.0.1:2")
     file.write_text(text)
     line = ["node", "remove", "rig2", "--yes", "--cluster-file", str(file), "--instance", "ghnone"]
     with pytest.raises(SystemExit):
         main.main(line)
     assert "With --force it is removed from cluster.toml" in capsys.readouterr().err
     assert file.read_text() == text
-    main.main([*line, "--force"])
-    assert "nothing was undone on rig2" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main.main([*line, "--force"])
+    output = capsys.readouterr()
+    assert "nothing was undone on rig2" in output.out
+    assert "the other nodes did not take over the Swarm" in output.err
     assert [node.name for node in settings.load(file).nodes] == ["rig1", "rig3"]
 
 
