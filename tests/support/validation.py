@@ -153,6 +153,8 @@ class SimulatedPrograms:
         self._running, self._owner, self._change = running, owner, change
         #: The programs that ran, in order, with the number of their nodes.
         self.ran: list[tuple[str, int]] = []
+        #: The jobs that wait for each other, by the folder in which they do.
+        self._met: defaultdict[str, set[str]] = defaultdict(set)
 
     async def run(self) -> None:
         """Run every job's program, until it is cancelled."""
@@ -169,16 +171,27 @@ class SimulatedPrograms:
     def _run_job(self, job_id: str, containers: list[tuple[SimulatedNode, dict[str, Any]]]) -> None:
         run_id = next(spec.run_id for spec in self._running.workers.specs if spec.job_id == job_id)
         folder = self._running.setting.home(self._owner) / ".gpu_launch/jobs" / run_id
-        program = json.loads((folder / "job.json").read_text())["words"][1].removesuffix(".py")
+        _, file, *arguments = json.loads((folder / "job.json").read_text())["words"]
+        program = file.removesuffix(".py")
         nodes = [node.name for node, _ in containers]
         if program != "single_gpu" and len(nodes) < len(self._running.setting.nodes):
             return  # its other workers start in a moment
+        if program == "single_gpu" and not self._have_met(job_id, arguments):
+            return
         self.ran.append((program, len(nodes)))
         result = self._change(program, _build_result(program, nodes, containers[0][1]))
         if result is not None:
             (folder / "result.json").write_text(json.dumps(result))
         for node, container in containers:
             node.end_container(container["Id"], code=0 if result is not None else 1)
+
+    def _have_met(self, job_id: str, arguments: list[str]) -> bool:
+        """Return whether all the jobs run, of those that `single_gpu.py` waits for."""
+        if len(arguments) < 4:
+            return True
+        _, folder, _, count = arguments
+        self._met[folder].add(job_id)
+        return len(self._met[folder]) == int(count)
 
 
 def _build_result(program: str, nodes: list[str], container: dict[str, Any]) -> dict[str, Any]:
