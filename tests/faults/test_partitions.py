@@ -16,7 +16,7 @@ Figure = Callable[[str, float], None]
 
 #: Heartbeats and lease checks have shorter intervals than this, seconds.
 LONG_S = 20.0
-#: Longest start while one of the nodes that keep users' networks does not answer, seconds.
+#: Longest start while one of the nodes that keep users' networks does not answer, or has just come back, seconds.
 START_S = 120.0
 UNREACHABLE = {"unreachable", "down"}
 
@@ -72,7 +72,7 @@ def test_stop_on_a_partitioned_node_and_start_on_another(testbed: FaultTestbed, 
 
     The node is the first, which keeps users' networks with two others: a new user's is made without it.
     """
-    old = testbed.start("ada", "nb", "on1")
+    old = testbed.start("ada", "nb", "on1", START_S)
     with partition(testbed, "rig1", figure):
         testbed.stop("ada", "nb")
         wait_for(lambda: _states(testbed, "ada") == ["quarantined"], "the old lease is quarantined", 60)

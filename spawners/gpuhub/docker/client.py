@@ -37,8 +37,10 @@ _THREADS = 4
 _LONG_THREADS = 2
 #: For loading, saving and pulling images.
 LONG_TIMEOUT_S = 1800.0
-#: For connecting a container to an overlay, for which Docker itself waits 20 s.
-_JOIN_TIMEOUT_S = 25.0
+#: For what Docker asks its Swarm, for which it waits 20 s.
+_SWARM_TIMEOUT_S = 25.0
+#: While a daemon manages a Swarm without a leader, it answers these after 20 s.
+_SWARM_METHODS = ("info",)
 
 T = TypeVar("T")
 
@@ -51,8 +53,8 @@ class CallKind(Enum):
     LONG = auto()
     #: The daemon mounts or unmounts a user's storage for the call, which may hang while the daemon itself is well.
     MOUNTING = auto()
-    #: The daemon joins an overlay, and waits for Swarm.
-    JOINING = auto()
+    #: The daemon waits for its Swarm: it joins an overlay, or says what it is part of.
+    SWARM = auto()
 
     @property
     def threads(self) -> int:
@@ -63,7 +65,7 @@ class CallKind(Enum):
         """Return the time limit of a call, where that of short ones is `short_s`; seconds."""
         if self is CallKind.LONG:
             return LONG_TIMEOUT_S
-        return max(short_s, _JOIN_TIMEOUT_S) if self is CallKind.JOINING else short_s
+        return max(short_s, _SWARM_TIMEOUT_S) if self is CallKind.SWARM else short_s
 
 
 @dataclass(slots=True)
@@ -131,7 +133,8 @@ class DockerClients:
             ImageMissing, NotFound, Conflict: The daemon refused the call for this reason.
             GpuhubError: The daemon refused the call for another reason, which is in the text.
         """
-        return await self.run(node, lambda client: getattr(client, method)(*args, **kwargs))
+        kind = CallKind.SWARM if method in _SWARM_METHODS else CallKind.SHORT
+        return await self.run(node, lambda client: getattr(client, method)(*args, **kwargs), kind=kind)
 
     async def run(self, node: str, work: Callable[[Any], T], *, kind: CallKind = CallKind.SHORT) -> T:
         """Run `work(client)` in one of the node's threads; each kind of call has its own.

@@ -23,8 +23,8 @@ _SUBNET_DEADLINE_S = 10.0
 _ROUTE_DEADLINE_S = 5.0
 #: Time after which no further attempt is made to connect a container to an overlay, and the pause between two, seconds.
 _JOIN_DEADLINE_S, _JOIN_PAUSE_S = 45.0, 1.0
-#: Docker's text for an attempt that failed in Swarm.
-_JOIN_FAILED = "attaching to network failed"
+#: Docker's texts for attempts that failed in Swarm.
+_JOIN_FAILURES = ("attaching to network failed", "Could not attach to network")
 #: Size of VXLAN's header in each packet, bytes.
 VXLAN_OVERHEAD = 50
 #: Most that IPsec's ESP adds to each packet of an encrypted overlay, with the padding to 4 bytes; bytes.
@@ -123,8 +123,9 @@ async def _ensure_current(
 async def connect_container(daemons: DockerClients, node: str, container: str, network: UserNetwork) -> None:
     """Connect a container to a user's network, unless it is connected.
 
-    After a daemon was killed, Swarm may fail to set up a new network on its node, because parts of an older one are
-    still there. It is tried again for a while; for a moment the daemon then may not know the network at all.
+    Swarm may fail to set up a network on a node whose daemon was killed, because parts of an older one are still there,
+    and on a node that has just come back from a network partition, until it has found the leader again. It is tried
+    again for a while; for a moment the daemon then may not know the network at all.
     """
     began = asyncio.get_running_loop().time()
     has_failed = False
@@ -133,14 +134,15 @@ async def connect_container(daemons: DockerClients, node: str, container: str, n
             await daemons.run(
                 node,
                 lambda client: client.connect_container_to_network(container, network.id),
-                kind=CallKind.JOINING,
+                kind=CallKind.SWARM,
             )
         except GpuhubError as error:
             text = str(error)
             if "already exists" in text or "already attached" in text:
                 return
-            has_failed |= _JOIN_FAILED in text
-            is_passing = has_failed and (_JOIN_FAILED in text or f"network {network.id} not found" in text)
+            failed = any(sign in text for sign in _JOIN_FAILURES)
+            has_failed |= failed
+            is_passing = has_failed and (failed or f"network {network.id} not found" in text)
             if not is_passing or asyncio.get_running_loop().time() - began > _JOIN_DEADLINE_S:
                 raise
         else:

@@ -211,7 +211,7 @@ class JoiningDaemons(DockerClients):
 
     async def run(self, node: str, work: Any, *, kind: CallKind = CallKind.SHORT) -> Any:
         del work
-        assert kind is CallKind.JOINING
+        assert kind is CallKind.SWARM
         if (answer := self.answers.pop(0)) is not None:
             raise GpuhubError(f"node {node}: {answer}")
 
@@ -221,6 +221,8 @@ FAILED = (
     "attaching to network failed, make sure your network options are correct and check manager logs: context deadline "
     "exceeded"
 )
+#: As it answered on a node that had been out of reach for a minute, 2 s after it answered again.
+NOT_BACK = "Could not attach to network wi326: context deadline exceeded"
 NETWORK = UserNetwork(name="ghtest-net-ada", id="wi326", subnet="10.201.5.0/24")
 #: What it may answer to the attempt after one that failed.
 UNKNOWN = "network wi326 not found"
@@ -232,6 +234,7 @@ UNKNOWN = "network wi326 not found"
         (None,),
         (FAILED, None),
         (FAILED, UNKNOWN, UNKNOWN, FAILED, None),
+        (NOT_BACK, NOT_BACK, None),
         ("endpoint with name ghtest-nb-ada already exists in network",),
     ],
 )
