@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from docker.errors import APIError
 
+from gpuhub.common.errors import SetupError
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker import networks
-from gpuhub.docker.swarm import membership
+from gpuhub.docker.swarm import managers, membership
 from gpuhub.docker.swarm.managers import SWARM_PORT
 from gpuhub_closet import docker_daemons, shell
 from tests.support.closet import practice_closet
@@ -45,6 +46,18 @@ def read_managers(closet: Any, node: str) -> dict[str, str] | None:
         for member in members
         if member.get("ManagerStatus")
     }
+
+
+def has_leader(closet: Any, node: str) -> bool:
+    """Return whether the managers have a leader, as one of them knows it."""
+    with closing(closet.client(node)) as client:
+        try:
+            client.api.inspect_swarm()
+        except APIError as error:
+            # One that has just lost the others answers the latter for a while.
+            assert any(text in str(error) for text in ("does not have a leader", "context deadline exceeded"))
+            return "does not have a leader" not in str(error)
+        return True
 
 
 def stop(closet: Any, name: str) -> None:
@@ -151,10 +164,28 @@ async def test_a_first_node_that_lost_its_disk_joins_again(head: HeadNode) -> No
     instance = head.closet.paths.instance
     before = await networks.ensure_user_network(head.daemons, head.cluster, instance, OWNER)
     with closing(head.closet.client("rig1")) as client:
-        client.swarm.leave(force=True)
+        client.api.leave_swarm(force=True)
     await membership.ensure_swarm(head.daemons, head.cluster)
     await wait_for_managers(head.closet, "rig1", "rig1", "rig2", "rig3")
     assert await networks.ensure_user_network(head.daemons, head.cluster, instance, OWNER) == before
+
+
+async def test_lost_managers_leave_an_error_that_says_what_to_do(
+    head: HeadNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two of three managers gone for good, the third has no leader; what the error advises repairs that."""
+    for name in ("rig2", "rig3"):
+        with closing(head.closet.client(name)) as client:
+            client.api.leave_swarm(force=True)
+    await until(lambda: not has_leader(head.closet, "rig1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(managers, "_ELECTION_DEADLINE_S", 1)
+        with pytest.raises(SetupError, match=r"rig1 manages has no leader.*`docker swarm leave --force` on rig1"):
+            await membership.ensure_swarm(head.daemons, head.cluster)
+    with closing(head.closet.client("rig1")) as client:
+        client.api.leave_swarm(force=True)
+    await membership.ensure_swarm(head.daemons, head.cluster)
+    await wait_for_managers(head.closet, "rig1", "rig1", "rig2", "rig3")
 
 
 async def test_the_swarm_of_others_is_not_taken_for_that_of_the_cluster(head: HeadNode) -> None:
@@ -169,6 +200,6 @@ async def test_the_swarm_of_others_is_not_taken_for_that_of_the_cluster(head: He
                 await membership.ensure_swarm(head.daemons, head.cluster)
             assert client.info()["Swarm"]["Nodes"] == 1
         finally:
-            client.swarm.leave(force=True)
+            client.api.leave_swarm(force=True)
     await membership.ensure_swarm(head.daemons, head.cluster)
     await wait_for_managers(head.closet, "rig1", "rig1", "rig2", "rig3")

@@ -113,11 +113,18 @@ def cluster(closet: Closet, tmp_path: Path) -> Iterator[ClusterSettings]:
         text = text.replace(f'"{peer.outer}"', f'"{address}"')
     file = tmp_path / "cluster.toml"
     file.write_text(text)
+    leave_swarm(closet)
     with tunnel(peers):
         yield settings.load(file)
-        for node in reversed(nodes):
-            with closing(closet.client(node)) as client:
-                client.swarm.leave(force=True)
+        leave_swarm(closet)
+
+
+def leave_swarm(closet: Closet) -> None:
+    """Let every node leave whatever Swarm it is in: one that were left behind alone would have no leader."""
+    for node in closet.plan.nodes:
+        with closing(closet.client(node)) as client:
+            if client.info()["Swarm"]["LocalNodeState"] != "inactive":
+                client.api.leave_swarm(force=True)
 
 
 def test_a_large_transfer_over_a_users_network(closet: Closet, cluster: ClusterSettings, tiny_image: str):

@@ -80,6 +80,30 @@ def _mentions(error: GpuhubError, texts: Iterable[str]) -> bool:
     return any(text in str(error) for text in texts)
 
 
+async def wait_for_leader(daemons: DockerClients, manager: NodeSettings) -> None:
+    """Wait until the managers of the Swarm have chosen a leader, as after all of them have started.
+
+    Raises:
+        SetupError: They have not, because more than half of them do not answer.
+    """
+    end = asyncio.get_running_loop().time() + _ELECTION_DEADLINE_S
+    while True:
+        try:
+            await daemons.call(manager.name, "inspect_swarm")
+        except GpuhubError as error:
+            if not isinstance(error, NodeSilent) and not _mentions(error, _NO_LEADER):
+                raise
+            if asyncio.get_running_loop().time() > end:
+                raise SetupError(
+                    f"the Swarm that node {manager.name} manages has no leader: start the nodes that manage it as "
+                    f"well. If they are lost, run `docker swarm leave --force` on {manager.name}; `sudo make up` then "
+                    "makes another"
+                ) from error
+        else:
+            return
+        await asyncio.sleep(_PAUSE_S)
+
+
 async def ensure_managers(daemons: DockerClients, cluster: ClusterSettings, lead: NodeSettings) -> str | None:
     """Let `cluster.swarm_managers` manage the Swarm; where one cannot, `lead` alone does, and a warning is returned.
 
@@ -231,8 +255,10 @@ async def _set_role(daemons: DockerClients, asked: str, member: dict[str, Any], 
 async def read_swarm_info(daemons: DockerClients, node: str) -> dict[str, Any]:
     """Return what a daemon knows about the Swarm that it is in.
 
+    While that Swarm has no leader, the answer takes 20 s and lacks the Swarm's own settings (`Cluster`).
+
     Raises:
-        NodeUnreachable: It does not answer, also for 20 s after the Swarm has lost its leader.
+        NodeUnreachable: It does not answer.
     """
     info: dict[str, Any] = (await daemons.call(node, "info"))["Swarm"]
     return info

@@ -15,6 +15,7 @@ from gpuhub.docker.swarm.managers import (
     ensure_managers,
     has_address,
     read_swarm_info,
+    wait_for_leader,
 )
 
 #: Prefix length of each user's network.
@@ -28,7 +29,7 @@ async def ensure_swarm(daemons: DockerClients, cluster: ClusterSettings) -> str 
     Returns a warning if fewer nodes manage it than should.
 
     Raises:
-        SetupError: A node belongs to another Swarm.
+        SetupError: A node belongs to another Swarm, or the nodes' Swarm has lost more than half of its managers.
         NodeUnreachable: A node does not answer.
     """
     if not cluster.has_overlay:
@@ -129,7 +130,7 @@ async def _find_manager(daemons: DockerClients, cluster: ClusterSettings) -> Nod
 
     Raises:
         NodeUnreachable: None was found, and a node does not answer.
-        SetupError: None was found, and a node is a worker of some Swarm.
+        SetupError: None was found, and a node is a worker of some Swarm; or a Swarm has no leader.
     """
     wanted = list(cluster.swarm_managers)
     failure: GpuhubError | None = None
@@ -141,6 +142,9 @@ async def _find_manager(daemons: DockerClients, cluster: ClusterSettings) -> Nod
             continue
         if info["LocalNodeState"] != "active":
             continue
+        if info.get("ControlAvailable"):
+            await wait_for_leader(daemons, node)
+            info = info if info.get("Cluster") else await read_swarm_info(daemons, node.name)
         if info.get("ControlAvailable") and (node == wanted[0] or _has_pool(info, cluster)):
             return node
         if node == wanted[0]:
