@@ -17,7 +17,7 @@ import pytest
 
 from gpuhub.common import names, secrets
 from gpuhub.common.paths import Paths
-from tests.support.closet import package_index
+from tests.support.closet import model_hub, package_index
 from tests.support.closet.existing_nodes import INSTANCE, run_gpuhub, write_settings
 from tests.support.hub.users import Client, log_in
 from tests.support.product import wait_for
@@ -82,6 +82,13 @@ def call(path, **body):
 ids = [one["experiment_id"] for one in call("experiments/search", max_results=10)["experiments"]]
 print(json.dumps(call("runs/search", experiment_ids=ids).get("runs", [])))
 """
+#: In the cache's own container, which has Hugging Face's client: downloads a model as users' programs do.
+DOWNLOAD = f"""
+import os
+from huggingface_hub import snapshot_download
+folder = snapshot_download("{model_hub.MODEL}")
+print(sorted((name, os.path.getsize(os.path.join(folder, name))) for name in os.listdir(folder)))
+"""
 
 
 @pytest.fixture
@@ -108,6 +115,8 @@ def write(closet: Any, folder: Path, data: Path, services: bool = True) -> Path:
         f'[[services]]\nname = "mlflow"\npreset = "mlflow"\ndata = "{data}/mlflow"\n'
         f'[[services]]\nname = "packages"\npreset = "python-packages"\ndata = "{data}/packages"\n'
         f'environment = ["PROXPI_CACHE_DIR=/data", "PROXPI_INDEX_URL={package_index.URL}"]\n'
+        f'[[services]]\nname = "models"\npreset = "hugging-face"\ndata = "{data}/models"\n'
+        f'environment = ["OLAH_OPTIONS=--cache-size-limit=1GB --hf-scheme=http --hf-netloc={model_hub.NETLOC}"]\n'
     )
     file = write_settings(closet, folder, tables if services else "")
     file.write_text(file.read_text().replace('https = "local"\n', ""))
@@ -150,6 +159,7 @@ def test_a_service_from_cluster_toml_to_its_removal(closet: Any, tmp_path: Path,
             ask_from_inside(run)
             log_a_launch(run, ada)
             install_packages(run, closet, tmp_path)
+            download_models(run, closet)
         name = names.service_container_name(INSTANCE, "notes")
         with closing(closet.client("rig2")) as client:
             client.containers.get(name).kill()
@@ -241,6 +251,21 @@ def install_packages(run: RunInside, closet: Any, folder: Path) -> None:
         run(f"{install} work/first")
     run(f"{install} work/second")
     assert run(f"cd work/second && python -c 'import {package_index.PACKAGE} as found; print(found.VALUE)'") == "1\n"
+
+
+def download_models(run: RunInside, closet: Any) -> None:
+    """The hub sends a file once: the second program, Hugging Face's own, gets it from the cache."""
+    sizes = {name: len(content) for name, content in model_hub.FILES.items()}
+    fetch = "curl --fail --silent --show-error $HF_ENDPOINT/{}/resolve/main/{} | wc -c"
+    with model_hub.served_hub(closet) as sent:
+        assert {name: int(run(fetch.format(model_hub.MODEL, name))) for name in sizes} == sizes
+        with closing(closet.client("rig1")) as client:
+            cache = client.containers.get(names.service_container_name(INSTANCE, "models"))
+            variables = {"HF_ENDPOINT": "http://127.0.0.1:5000/services/models", "HF_HOME": "/tmp/hub"}
+            code, output = cache.exec_run(["python3", "-c", DOWNLOAD], environment=variables)
+        assert code == 0, output.decode()
+        assert str(sorted(sizes.items())) in output.decode()
+        assert sent == sizes
 
 
 def list_containers(closet: Any) -> list[str]:

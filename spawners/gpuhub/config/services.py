@@ -20,6 +20,16 @@ DATA_ROOTS = ("/srv", "/mnt", "/media", "/data", "/var/lib/gpuhub-services")
 #: Names of routes and services of the hub itself; further ones begin with `gpuhub`.
 _TAKEN = frozenset({"broker", "hub", "user"})
 _IMAGE = "gpuhub/services:latest"
+#: Runs olah behind a path, with the further options in OLAH_OPTIONS, and without log files, which nothing would remove.
+_OLAH = """
+import logging, os, sys
+import olah.utils.logging
+from olah import server
+olah.utils.logging.handler = logging.NullHandler()
+server.app.root_path = sys.argv.pop(1)
+sys.argv += os.environ["OLAH_OPTIONS"].split()
+server.cli()
+"""
 #: Keys of known programs, which a table's own keys replace; `{name}` is the service's name.
 _PRESETS: dict[str, dict[str, Any]] = {
     "mlflow": {
@@ -46,6 +56,17 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "environment": ("PROXPI_CACHE_DIR=/data", "PROXPI_CACHE_SIZE=50000000000"),
         "internet": True,
         "variables": ("PIP_INDEX_URL={url}/index/", "UV_DEFAULT_INDEX={url}/index/"),
+    },
+    "hugging-face": {
+        "image": _IMAGE,
+        "command": (
+            "python3", "-c", _OLAH, "/services/{name}", "--host=127.0.0.1", "--port=5000", "--repos-path=/data/repos",
+        ),
+        "port": 5000,
+        "memory": "2G",
+        "environment": ("OLAH_OPTIONS=--cache-size-limit=200GB",),
+        "internet": True,
+        "variables": ("HF_ENDPOINT={url}",),
     },
 }  # fmt: skip
 _PATH = r"^(/[A-Za-z0-9_][A-Za-z0-9._-]*){1,12}$"
@@ -86,9 +107,10 @@ def _check_user_variable(variable: str) -> str:
 class ServiceSettings(SettingsTable):
     """A program that gpuhub keeps running for users, such as MLflow."""
 
-    #: A known program, for which the keys without a value here have fitting ones: "mlflow" for experiments, or
-    #: "python-packages" for a cache of PyPI. Only `name` and `data` are needed then. None: any other program.
-    preset: Literal["mlflow", "python-packages"] | None = None
+    #: A known program, for which the keys without a value here have fitting ones: "mlflow" for experiments,
+    #: "python-packages" for a cache of PyPI, or "hugging-face" for one of its hub. Only `name` and `data` are needed
+    #: then. None: any other program.
+    preset: Literal["mlflow", "python-packages", "hugging-face"] | None = None
     #: Name in the address `https://HUB/services/NAME/`; each service needs its own.
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
     #: Image of its container. The node pulls it where it is missing.

@@ -1,10 +1,9 @@
-"""An index of Python packages with one package, at an address that the closet's nodes take for the internet."""
+"""An index of Python packages with one package."""
 
 from __future__ import annotations
 
 import http.server
 import io
-import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpuhub_closet import shell
+from tests.support.closet import internet
 
 PACKAGE = "tinything"
-ADDRESS = "198.51.100.9"
 PORT = 8099
-URL = f"http://{ADDRESS}:{PORT}/simple/"
+URL = f"http://{internet.ADDRESS}:{PORT}/simple/"
 
 
 def build_wheel(name: str) -> bytes:
@@ -39,21 +37,6 @@ def served_index(closet: Any, folder: Path) -> Iterator[None]:
     file = f"{PACKAGE}-1.0-py3-none-any.whl"
     (page / file).write_bytes(build_wheel(PACKAGE))
     (page / "index.html").write_text(f'<!DOCTYPE html><html><body><a href="{file}">{file}</a></body></html>')
-    routes = [("ip", "-netns", closet.plan.netns_name(node), "route") for node in closet.plan.nodes]
-    shell.run_command(("ip", "address", "replace", f"{ADDRESS}/32", "dev", "lo"))
-    try:
-        for route in routes:
-            shell.run_command((*route, "replace", ADDRESS, "via", str(closet.plan.head)))
-        handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-        with http.server.ThreadingHTTPServer((ADDRESS, PORT), handler) as server:
-            thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-            thread.start()
-            try:
-                yield
-            finally:
-                server.shutdown()
-                thread.join()
-    finally:
-        for route in routes:
-            shell.is_successful((*route, "delete", ADDRESS))
-        shell.is_successful(("ip", "address", "delete", f"{ADDRESS}/32", "dev", "lo"))
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with internet.served(closet, PORT, handler):
+        yield

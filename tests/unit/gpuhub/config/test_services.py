@@ -65,7 +65,10 @@ def test_four_lines_are_enough() -> None:
         ({"variables": ["JUPYTERHUB_API_TOKEN=x"]}, "JUPYTERHUB_API_TOKEN: a service cannot set this variable"),
         ({"variables": ["LD_PRELOAD={url}"]}, "LD_PRELOAD: a service cannot set this variable"),
         ({"variables": ["A=1\nB=2"]}, "services[1].variables[1]"),
-        ({"preset": "wandb"}, "services[1].preset: 'wandb': input should be 'mlflow' or 'python-packages'"),
+        (
+            {"preset": "wandb"},
+            "services[1].preset: 'wandb': input should be 'mlflow', 'python-packages' or 'hugging-face'",
+        ),
         ({"preset": "mlflow"}, "services: 'notes': data: mlflow needs a folder, such as /srv/notes"),
         ({"memory": "much"}, "services[1].memory"),
         ({"restart": "always"}, "services[1].restart: there is no such key"),
@@ -120,7 +123,7 @@ def test_variables_have_the_address_in_users_containers() -> None:
     assert "services: 'three': variables: 'one' sets ONE as well: leave one of them out" in mistakes
 
 
-@pytest.mark.parametrize("preset", ["mlflow", "python-packages"])
+@pytest.mark.parametrize("preset", ["mlflow", "python-packages", "hugging-face"])
 def test_a_preset_needs_a_name_and_a_folder(preset: str) -> None:
     """Everything else is there, and can be replaced."""
     (service,) = build_cluster(services=[{"name": "mine", "preset": preset, "data": "/srv/mine"}]).services
