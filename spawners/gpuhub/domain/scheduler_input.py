@@ -8,6 +8,7 @@ from dataclasses import replace
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
 from gpuhub.common.node_access import find_request_groups
+from gpuhub.config.container_size import LEAST_CPU_MILLI
 from gpuhub.domain import lease_states, suspension
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, SchedulingRequest
@@ -46,8 +47,12 @@ def build_resume_request(lease: LeaseRow) -> SchedulingRequest:
 
 
 def build_host_allocation(lease: LeaseRow) -> Allocation:
-    """Return what the container of a suspended notebook holds: its CPU, and memory with what was on the GPU."""
+    """Return what the container of a suspended notebook holds: its memory with what was on the GPU, and little CPU.
+
+    Its programs wait. After it has gone on, its node may have containers with more CPU in all than it has cores.
+    """
     node, size = lease.nodes[0], lease.find_size(lease.nodes[0])
+    cpu_milli = find_suspended_cpu_milli(lease)
     moved_mib = 0 if lease.suspension is None else lease.suspension.moved_mib
     memory_mib = size.memory_mib + moved_mib
     request = replace(
@@ -56,15 +61,20 @@ def build_host_allocation(lease: LeaseRow) -> Allocation:
         gpus_per_node=0,
         requirement=GpuRequirement(),
         exclusive=False,
-        cpu_milli=size.cpu_milli,
+        cpu_milli=cpu_milli,
         memory_mib=memory_mib,
         cpu_by_gpu=False,
         memory_by_gpu=False,
     )
-    held = NodeAllocation(node=node, slots=(), cpu_milli=size.cpu_milli, memory_mib=memory_mib)
+    held = NodeAllocation(node=node, slots=(), cpu_milli=cpu_milli, memory_mib=memory_mib)
     return Allocation(
         request=request, node_allocations=(held,), granted_at=lease.charged_from, ends_at=lease.expires_at
     )
+
+
+def find_suspended_cpu_milli(lease: LeaseRow) -> int:
+    """Return the CPU that a notebook counts with while it is suspended, thousandths of a core."""
+    return min(lease.find_size(lease.nodes[0]).cpu_milli, LEAST_CPU_MILLI)
 
 
 def build_request(lease: LeaseRow) -> SchedulingRequest:

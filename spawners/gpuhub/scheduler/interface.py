@@ -396,6 +396,10 @@ class Scheduler(Protocol):
         """Return every GPU that the request could ever use, free or not."""
         ...
 
+    def has_room(self, node: str, cpu_milli: int, memory_mib: int) -> bool:
+        """Return whether a node has this CPU (thousandths of a core) and memory besides what is held there."""
+        ...
+
     def explain_infeasible(
         self, request: SchedulingRequest, cards: Mapping[str, Sequence[GpuSpec] | None]
     ) -> str | None:

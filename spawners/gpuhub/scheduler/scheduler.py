@@ -77,6 +77,10 @@ class BaseScheduler:
     def find_candidates(self, request: SchedulingRequest) -> frozenset[str]:
         return frozenset[str]().union(*find_candidate_slots(request, self._state.capacity).values())
 
+    def has_room(self, node: str, cpu_milli: int, memory_mib: int) -> bool:
+        found = self._state.capacity.nodes.get(node)
+        return found is not None and found.free_cpu_milli() >= cpu_milli and found.free_memory_mib() >= memory_mib
+
     def explain_infeasible(
         self, request: SchedulingRequest, cards: Mapping[str, Sequence[GpuSpec] | None]
     ) -> str | None:

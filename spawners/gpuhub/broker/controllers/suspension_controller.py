@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from gpuhub.broker.controllers.loop import run_step
@@ -21,9 +21,10 @@ from gpuhub.common.errors import GpuhubError
 from gpuhub.docker.client import DockerClients
 from gpuhub.domain import lease_states, scheduler_input, suspension
 from gpuhub.domain.models import LeaseRow
-from gpuhub.domain.suspension import WaitingDemand
+from gpuhub.domain.suspension import IdleHolder, WaitingDemand
 from gpuhub.nodes import suspension_container
 from gpuhub.nodes.suspension_container import SuspensionOutcome, SuspensionResult
+from gpuhub.scheduler.interface import SchedulingRequest
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,8 @@ class SuspensionController:
         free |= set(self._list_leaving())
         by_id = {lease.id: lease for lease in waiting}
         order = [by_id[lease_id] for lease_id in core.scheduler.order_requests(core.clock.now()) if lease_id in by_id]
-        return suspension.choose(map(self._build_demand, order[:MAX_DEMANDS]), holders, free)
+        demands = [self._build_demand(lease, holders) for lease in order[:MAX_DEMANDS]]
+        return suspension.choose(demands, holders, free)
 
     def _list_leaving(self) -> Iterator[str]:
         """Yield the GPUs that are about to be free: of leases that end, and of notebooks that are being suspended."""
@@ -109,11 +111,21 @@ class SuspensionController:
             if lease.state in lease_states.ENDING or is_suspending:
                 yield from (gpu.uuid for gpu in lease.held)
 
-    def _build_demand(self, lease: LeaseRow) -> WaitingDemand:
+    def _build_demand(self, lease: LeaseRow, holders: Sequence[IdleHolder]) -> WaitingDemand:
         if lease.suspension is not None:
             return WaitingDemand(gpus=1, candidates=frozenset({lease.gpus[0].uuid}))
         request = scheduler_input.build_request(lease)
-        return WaitingDemand(gpus=request.least_size, candidates=self._core.scheduler.find_candidates(request))
+        without_room = {holder.uuid for holder in holders if not self._has_room_beside(holder, request)}
+        candidates = self._core.scheduler.find_candidates(request) - without_room
+        return WaitingDemand(gpus=request.least_size, candidates=candidates)
+
+    def _has_room_beside(self, holder: IdleHolder, request: SchedulingRequest) -> bool:
+        """Return whether the node has CPU and memory for a request while the notebook is suspended there."""
+        lease = self._core.ledger.snapshot.leases[holder.lease]
+        gpu = lease.gpus[0]
+        freed_milli = lease.find_size(gpu.node).cpu_milli - scheduler_input.find_suspended_cpu_milli(lease)
+        moved_mib = self._core.capacity.find_used_mib(gpu)
+        return self._core.scheduler.has_room(gpu.node, request.cpu_milli - freed_milli, request.memory_mib + moved_mib)
 
     # -- moving ---------------------------------------------------------------------------------------------------
 

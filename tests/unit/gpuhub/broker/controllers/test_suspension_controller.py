@@ -176,6 +176,30 @@ async def test_only_idle_notebooks_are_suspended_and_only_for_others_who_wait(sc
     assert scene.node.suspender_commands == []
 
 
+@pytest.mark.parametrize(("memory", "suspended"), [("24G", 1), ("48G", 0), (None, 0)])
+async def test_nobody_is_suspended_where_there_is_no_room_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str | None, suspended: int
+) -> None:
+    """A suspended notebook keeps its CPU and memory, and host memory for its GPU's: of 64 GiB, or all of the node's."""
+    hasten(monkeypatch)
+    profile = ProfileSettings.model_validate(
+        {"name": "rtx5090", "title": "RTX 5090", "gpu_model": "RTX 5090", "memory": memory}
+    )
+    cluster = with_suspension().model_copy(update={"profiles": (profile,)})
+    setting = Setting(tmp_path, cluster=cluster)
+    setting.clock = AheadClock()
+    setting.nodes["rig1"].size = (8, 64 * 1024**3)
+    async with asgi_broker(setting) as running:
+        scene = Scene(running)
+        await scene.start()
+        await scene.be_idle()
+        ben = await ask(running, "ben")
+        await suspension_controller.SuspensionController(running.core, running.app.state.daemons).update()
+        assert len(running.core.ledger.find_leases("suspended")) == suspended
+        state = "granted" if suspended else "requested"
+        await wait_for_state(running, f"/leases/{ben['id']}", state)
+
+
 async def test_an_owner_suspends_and_resumes_by_hand(scene: Scene) -> None:
     """Without anybody waiting; the GPU is free then, and comes back at once."""
     await scene.report(0)
