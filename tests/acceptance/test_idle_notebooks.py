@@ -1,6 +1,7 @@
 """An idle notebook in a real JupyterLab: its owner is warned, keeps it, works in it, and later it goes to who waits.
 
-And one that is suspended: its GPU goes to who waits, its variables stay, and its next cell waits for the GPU.
+And one that is suspended: its GPU goes to who waits, its variables stay, and its next cell waits for the GPU. And a
+scavenging job, which makes way in the same manner.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import docker
@@ -37,6 +39,16 @@ LONG_CELL = f"import time; time.sleep({STOP_AFTER_S + 20}); print('still', 'here
 SUSPENDED, MODEL, SUSPEND_AFTER_S, USED_MIB = "rtx5070", "RTX 5070", 15, 2048
 #: The simulated driver counts a process that has loaded the CUDA driver, and that the test names, as one that uses CUDA.
 BEGIN = "import ctypes, os\ndriver = ctypes.CDLL('libcuda.so.1')\nanswer = 40\nprint('kernel', os.getpid())"
+#: A job that counts, and has loaded the CUDA driver, until its folder has a file `enough`.
+COUNTING = """
+import ctypes, pathlib, time
+driver = ctypes.CDLL("libcuda.so.1")
+counted = 0
+while not pathlib.Path("enough").exists():
+    counted += 1
+    pathlib.Path("counted").write_text(str(counted))
+    time.sleep(0.1)
+"""
 WAITING = ".Toastify__toast:has-text('its cells wait')"
 WARNING = ".Toastify__toast:has-text('will be stopped in')"
 PATIENCE_MS = 2 * (STOP_AFTER_S + 30) * 1000
@@ -49,6 +61,7 @@ def limits(product: Product) -> Iterator[None]:
     file = product.paths.closet_cluster_file
     before = file.read_text(encoding="utf-8")
     settings = {**tomlkit.parse(before).unwrap(), "idle": LIMITS}
+    settings["scheduling"] = settings.get("scheduling", {}) | {"preemption": True, "suspend_scavengers": True}
     [profile] = [one for one in settings["profiles"] if one["name"] == SUSPENDED]
     profile["idle"] = {"stop_after": "0s", "suspend_after": f"{SUSPEND_AFTER_S}s"}
     product.restart(tomlkit.dumps(settings))
@@ -191,7 +204,7 @@ def node(product: Product, ada: User) -> Iterator[str]:
     run_cell(ada, BEGIN)
     expect(ada.page.locator(".jp-OutputArea-output", has_text="kernel")).to_be_visible(timeout=60_000)
     [node] = [one["name"] for one in ada.cluster()["nodes"] if any(gpu["model"] == MODEL for gpu in one["gpus"])]
-    pid = find_kernel(product, node)
+    pid = find_process(product, node)
     practice_closet.set_load(product.paths, node, 0, 0, USED_MIB, processes=((pid, USED_MIB - 48),))
     yield node
     practice_closet.set_load(product.paths, node, 0, 0, 0)
@@ -199,18 +212,18 @@ def node(product: Product, ada: User) -> Iterator[str]:
 
 
 @contextmanager
-def find_container(product: Product, node: str) -> Iterator[Any]:
-    """Yield the container of ada's notebook."""
+def find_container(product: Product, node: str, kind: str = "notebook") -> Iterator[Any]:
+    """Yield the container of ada's notebook, or of her job (kind `worker`)."""
     with closing(docker.DockerClient(base_url=node_paths(product.paths, node).docker_url, version="auto")) as client:
-        [container] = client.containers.list(filters={"label": ["gpuhub.kind=notebook", "gpuhub.owner=ada"]})
+        [container] = client.containers.list(filters={"label": [f"gpuhub.kind={kind}", "gpuhub.owner=ada"]})
         yield container
 
 
-def find_kernel(product: Product, node: str) -> int:
-    """Return the process id of ada's kernel on its node."""
-    with find_container(product, node) as container:
-        rows = container.top(ps_args="-eo pid,args")["Processes"]
-    [pid] = [int(pid) for pid, command in rows if "ipykernel_launcher" in command]
+def find_process(product: Product, node: str, kind: str = "notebook") -> int:
+    """Return the number, on this machine, of the process in ada's container that has loaded the CUDA driver."""
+    with find_container(product, node, kind) as container:
+        rows = container.top(ps_args="-eo pid")["Processes"]
+    [pid] = [int(pid) for (pid,) in rows if "libcuda.so" in Path(f"/proc/{pid}/maps").read_text()]
     return pid
 
 
@@ -289,3 +302,33 @@ def test_owner_lends_it_by_hand(product: Product, ada: User, node: str) -> None:
     expect(page.get_by_role("button", name="Suspend your notebook")).to_be_visible(timeout=60_000)
     page.close()
     assert re.search(r"^process ", read_live(product, node), re.MULTILINE)
+
+
+def test_a_scavenging_job_makes_way_and_goes_on(product: Product, ada: User, ben: User, node: str) -> None:
+    """Ben's notebook gets the GPU of ada's job at once; when he stops, the job counts on where it was."""
+    folder = product.paths.state / "homes" / "ada" / "counting"
+    run_cell(ada, f"!mkdir -p counting && cat > counting/count.py <<'END'{COUNTING}END")
+    run_cell(ada, "!cd counting && gpu-launch run --detach --scavenge --model 'RTX 5090' count.py")
+    wait_for((folder / "counted").exists, "the job counts", 120)
+    place = next(one["name"] for one in ada.cluster()["nodes"] if any(g["model"] == "RTX 5090" for g in one["gpus"]))
+    pid = find_process(product, place, "worker")
+    practice_closet.set_load(product.paths, place, 0, 0, USED_MIB, processes=((pid, USED_MIB - 48),))
+    ben.open_form()
+    ben.choose("rtx5090")
+    ben.wait_for_lab()
+    assert ben.holders()["RTX 5090"] == "ben"
+    live = read_live(product, place)
+    assert re.search(rf"^moved {pid} {USED_MIB - 48}$", live, re.MULTILINE), live
+    page = open_page(ada, "/hub/gpus")
+    job = page.locator("[data-key^=job-]", has_text="count.py")
+    expect(job).to_contain_text("suspended", timeout=30_000)
+    expect(job).to_contain_text("position 1")
+    page.screenshot(path=PICTURES / "suspended-job.png")
+    page.close()
+    before = int((folder / "counted").read_text())
+    ben.click_stop()
+    wait_for(lambda: f"process {pid}" in read_live(product, place), "its memory is back", 60)
+    (folder / "enough").touch()
+    practice_closet.set_load(product.paths, place, 0, 0, 0)
+    wait_for(lambda: "RTX 5090" not in ada.holders(), "the job has ended", 60)
+    assert int((folder / "counted").read_text()) > before > 0

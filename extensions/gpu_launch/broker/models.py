@@ -74,6 +74,9 @@ class Job:
     preemptions: int = 0
     #: Deadline for checkpoints; None unless preempting.
     checkpoint_until: datetime | None = None
+    #: What it has on its GPU is kept in host memory while others have the GPU: `suspending`, `resuming` (it waits for
+    #: the GPU) or `restoring`; empty while it runs as usual.
+    suspension: str = ""
     #: Empty if unknown. Administrators see the jobs of all users.
     owner: str = ""
     #: It continues without its notebook or command.
@@ -260,6 +263,7 @@ def parse_job(data: Mapping[str, Any]) -> Job:
         note=lease.get("note"),
         preemptions=data.get("preemptions") or 0,
         checkpoint_until=parse_time(data.get("checkpoint_until")),
+        suspension=str((lease.get("suspension") or {}).get("state", "")),
         owner=data.get("owner") or "",
         detached=bool(data.get("detached")),
         name=data.get("name") or "",

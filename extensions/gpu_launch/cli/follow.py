@@ -231,9 +231,16 @@ def describe_state(job: models.Job) -> str:
         case models.STARTING:
             return f"starting on {render.format_nodes(job.workers, '')}"
         case models.RUNNING:
-            return f"running on {render.format_nodes(job.workers, '')}" + (f" ({job.note})" if job.note else "")
+            return _describe_running(job)
         case models.PREEMPTING:
             return "others need the GPUs: the job can write a checkpoint, then it waits again"
         case models.STOPPING:
             return "stopping"
     return ""
+
+
+def _describe_running(job: models.Job) -> str:
+    if job.suspension:
+        queue_state = render.format_queue_state(job, datetime.now(UTC))
+        return f"suspended, others have its GPU: it goes on with what it has computed{queue_state}"
+    return f"running on {render.format_nodes(job.workers, '')}" + (f" ({job.note})" if job.note else "")

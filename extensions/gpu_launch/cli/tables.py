@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from gpu_launch.broker.models import ENDED, WAITING, Cluster, Gpu, Job, Node
+from gpu_launch.broker.models import ENDED, RUNNING, WAITING, Cluster, Gpu, Job, Node
 from gpu_launch.units import format_memory
 
 #: The broker's reason for a job that was ended by a user.
@@ -17,7 +17,12 @@ _STOPPED = "stopped"
 
 
 def derive_state(job: Job) -> str:
-    """Return the broker's state of a job; `done`, `failed`, `cancelled` or `ended` after its end."""
+    """Return the broker's state of a job; `suspended` for one whose GPU others have meanwhile.
+
+    After its end it is `done`, `failed`, `cancelled` or `ended`.
+    """
+    if job.state == RUNNING and job.suspension:
+        return "suspended"
     if job.state != ENDED:
         return job.state
     if job.exit_code is not None:

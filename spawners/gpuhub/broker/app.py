@@ -217,7 +217,7 @@ def create_app(
             }
         if cluster.stops_idle_notebooks or cluster.suspends_idle_notebooks:
             runs["idle notebooks"] = IdleController(core).run
-        if cluster.suspends_idle_notebooks:
+        if cluster.moves_gpu_memory or core.ledger.find_leases("suspended"):
             runs["suspended notebooks"] = SuspensionController(core, daemons).run
         if capabilities.external_jobs:
             runs["backend controller"] = BackendController(core, backend).run

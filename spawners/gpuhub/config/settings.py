@@ -143,6 +143,7 @@ class ClusterSettings(SettingsTable):
             *find_login_mistakes(self.users, self.login),
             *_find_group_mistakes(self),
             *_find_owner_mistakes(self),
+            *_find_preemption_mistakes(self),
             *find_port_mistakes(self.monitoring, self.hub),
             *find_idle_mistakes(self.idle, [(profile.name, profile.idle) for profile in self.profiles]),
             *_find_staging_mistakes(self),
@@ -222,6 +223,11 @@ class ClusterSettings(SettingsTable):
     def suspends_idle_notebooks(self) -> bool:
         """True where notebooks of some profile lend their GPU while they are idle."""
         return any(profile.gpu_count and profile.idle.merge(self.idle).suspend_after for profile in self.profiles)
+
+    @property
+    def moves_gpu_memory(self) -> bool:
+        """Whether notebooks or jobs are suspended for others."""
+        return self.suspends_idle_notebooks or self.scheduling.suspend_scavengers
 
     @property
     def node_groups(self) -> frozenset[str]:
@@ -347,6 +353,12 @@ def _find_owner_mistakes(cluster: ClusterSettings) -> Iterable[str]:
                 f"nodes: {node.name!r}: owner_first: others' scavenging jobs make way only with preemption = true in "
                 "[scheduling]: add it"
             )
+
+
+def _find_preemption_mistakes(cluster: ClusterSettings) -> Iterable[str]:
+    """Return one line if jobs shall be suspended in place of a preemption that is off."""
+    if cluster.scheduling.suspend_scavengers and cluster.engine == "builtin" and not cluster.scheduling.preemption:
+        yield "scheduling: suspend_scavengers = true is for jobs that make way: add preemption = true"
 
 
 def _find_staging_mistakes(cluster: ClusterSettings) -> Iterable[str]:

@@ -28,6 +28,7 @@ SCHEDULING_KEYS = {
     "backfill": "SchedulerType=sched/backfill in slurm.conf",
     "preemption": "PreemptType and PreemptMode in slurm.conf, and a QOS or partition that may be preempted",
     "preempt_grace": "GraceTime of the QOS or partition that may be preempted",
+    "suspend_scavengers": "PreemptMode=REQUEUE or CANCEL: Slurm's SUSPEND leaves the memory on the GPU",
     "card_values": "TRESBillingWeights of the partition, such as GRES/gpu:rtx5090=2.0",
 }
 #: Limits that Slurm enforces, since they count jobs from outside gpuhub as well, with the settings that replace them.

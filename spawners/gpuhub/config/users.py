@@ -74,6 +74,9 @@ class SchedulingSettings(SettingsTable):
     preemption: bool = False
     #: Time that a preempted job has to write its checkpoint, seconds.
     preempt_grace: Span = 60
+    #: Whether a scavenging job of one process with one whole GPU is suspended instead of being preempted: what is on
+    #: its GPU is moved into host memory, and the job goes on when this GPU is free again.
+    suspend_scavengers: bool = False
     #: Weight of GPU models in fair share; other models count by memory, 24 GiB as 1.
     card_values: dict[Text, Annotated[Number, Field(gt=0)]] = {}
     #: Memory in use above which a GPU without a lease counts as used by processes outside gpuhub, bytes.

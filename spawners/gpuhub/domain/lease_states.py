@@ -233,7 +233,8 @@ def live_nodes(lease: LeaseRow) -> tuple[str, ...]:
     """Return the nodes on which a live lease may have containers, in worker order: all but those marked by `shrink`."""
     if not lease.gpus:
         return lease.nodes
-    return tuple(dict.fromkeys(gpu.node for gpu in lease.held if gpu.shrink_requested_at is None))
+    bound = suspension.list_bound_gpus(lease)
+    return tuple(dict.fromkeys(gpu.node for gpu in bound if gpu.shrink_requested_at is None))
 
 
 def refresh_identity(lease: LeaseRow, node: str, identity: tuple[str | None, str | None]) -> LeaseRow:

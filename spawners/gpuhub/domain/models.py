@@ -99,7 +99,7 @@ class ContainerSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspension:
-    """What happens to the GPU memory of a notebook whose GPU is lent to others; `domain.suspension` changes it."""
+    """What happens to the GPU memory of a notebook or job whose GPU others have; `domain.suspension` changes it."""
 
     state: SuspensionState
     #: Start of the state, seconds since 1970.
@@ -110,6 +110,8 @@ class Suspension:
     is_wanted: bool = False
     #: When it began to be suspended, seconds since 1970: a cell that began later brings it back.
     begun_at: float = 0.0
+    #: Rest of a job's time limit, which does not go on meanwhile, seconds; None without one.
+    left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,8 @@ def list_lease_notifications(
     """Yield what is reported of a lease between two versions of its row; `job` is the one that it belongs to."""
     is_new_grant = after.granted_at is not None and (before is None or before.granted_at is None)
     waited_s = now - after.created_at
+    what = _name_notebook(after) if job is None else f"Job {job.name or job.run_id}"
     if is_new_grant and after.gpus and waited_s >= LEAST_WAIT_S:
-        what = _name_notebook(after) if job is None else f"Job {job.name or job.run_id}"
         yield NotificationRow(
             kind=NotificationKind.GRANTED,
             key=f"granted:{after.id}",
@@ -55,7 +55,15 @@ def list_lease_notifications(
             key=f"resumed:{after.id}:{after.held_from:.0f}",
             owner=after.owner,
             title=f"Your GPU is back: {_describe_gpus(after.gpus)}",
-            body=f"{_name_notebook(after)} waited {format_span(now - before.suspension.since)} and goes on now.",
+            body=f"{what} waited {format_span(now - before.suspension.since)} and goes on now.",
+        )
+    if job is not None and before is not None and after.suspension is not None and before.suspension is None:
+        yield NotificationRow(
+            kind=NotificationKind.JOB_PREEMPTED,
+            key=f"suspended:{after.id}:{after.suspension.begun_at:.0f}",
+            owner=after.owner,
+            title=f"{what} makes way",
+            body="Others need its GPU. What it has there is kept in host memory, and it goes on when the GPU is free.",
         )
     if after.state is LeaseState.QUARANTINED and (before is None or before.state is not LeaseState.QUARANTINED):
         yield NotificationRow(

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, WorkerState
 from gpuhub.common import names
-from gpuhub.domain import lease_states
+from gpuhub.domain import lease_states, suspension
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.nodes.status import NodeIdentity
 
@@ -264,7 +264,8 @@ def _explain_foreign(container: ObservedContainer, node: str, lease: LeaseRow | 
         return f"its lease {lease.id} is for {', '.join(lease.nodes) or 'no node yet'}"
     if container.epoch != lease.epoch:
         return f"it is of epoch {container.epoch} of lease {lease.id}, which is in epoch {lease.epoch}"
-    if job is not None and container.worker not in {gpu.worker for gpu in lease.held if gpu.node == node}:
+    bound = suspension.list_bound_gpus(lease)
+    if job is not None and container.worker not in {gpu.worker for gpu in bound if gpu.node == node}:
         return f"it is worker {container.worker} of job {job.id}, which has no such worker here"
     extra_gpus = (container.devices or frozenset()) - {gpu.uuid for gpu in lease.gpus if gpu.node == node}
     return f"it has GPU {min(extra_gpus)}, which is not in its lease {lease.id}" if extra_gpus else None

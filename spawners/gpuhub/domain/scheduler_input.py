@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpuhub.broker_api.schemas import JobState, LeaseState
+from gpuhub.broker_api.schemas import JobState, LeaseState, SuspensionState
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
 from gpuhub.common.node_access import find_request_groups
 from gpuhub.config.container_size import LEAST_CPU_MILLI
@@ -13,7 +13,7 @@ from gpuhub.domain import lease_states, suspension
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, SchedulingRequest
 
-#: Follows the id of a suspended notebook's lease in that of the allocation of its container.
+#: Follows the id of a suspended lease in that of the allocation of its container.
 HOST_SUFFIX = "/host"
 
 
@@ -25,20 +25,23 @@ def list_values(lease: LeaseRow, job: JobRow | None) -> tuple[SchedulingRequest 
         return (build_request(lease),)
     if not suspension.is_without_gpu(lease):
         return (build_allocation(lease, job),)
-    host = build_host_allocation(lease)
-    return (build_resume_request(lease), host) if lease.waits else (host,)
+    host = build_host_allocation(lease, job)
+    return (build_resume_request(lease), host) if lease.waits and not _ends_soon(lease, job) else (host,)
 
 
 def build_resume_request(lease: LeaseRow) -> SchedulingRequest:
-    """Return the request of a suspended notebook for the GPU that it was suspended on; its container has the rest."""
+    """Return the request of a suspended notebook or job for the GPU that it was suspended on; it has the rest."""
     since = lease.created_at if lease.suspension is None else lease.suspension.since
+    left_s = None if lease.expires_at is None else max(1.0, lease.expires_at - since)
+    if lease.suspension is not None and lease.suspension.left_s is not None:
+        left_s = lease.suspension.left_s
     return replace(
         build_request(lease),
         created_at=since,
         requirement=GpuRequirement(uuid=lease.gpus[0].uuid),
         exclude=frozenset(),
         exclusive=False,
-        time_limit_s=None if lease.expires_at is None else max(1.0, lease.expires_at - since),
+        time_limit_s=left_s,
         cpu_milli=0,
         memory_mib=0,
         cpu_by_gpu=False,
@@ -46,8 +49,8 @@ def build_resume_request(lease: LeaseRow) -> SchedulingRequest:
     )
 
 
-def build_host_allocation(lease: LeaseRow) -> Allocation:
-    """Return what the container of a suspended notebook holds: its memory with what was on the GPU, and little CPU.
+def build_host_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
+    """Return what a suspended notebook or job holds: its memory with what was on the GPU, and little CPU.
 
     Its programs wait. After it has gone on, its node may have containers with more CPU in all than it has cores.
     """
@@ -68,12 +71,16 @@ def build_host_allocation(lease: LeaseRow) -> Allocation:
     )
     held = NodeAllocation(node=node, slots=(), cpu_milli=cpu_milli, memory_mib=memory_mib)
     return Allocation(
-        request=request, node_allocations=(held,), granted_at=lease.charged_from, ends_at=lease.expires_at
+        request=request,
+        node_allocations=(held,),
+        granted_at=lease.charged_from,
+        ends_at=lease.expires_at,
+        is_ending=_ends_soon(lease, job),
     )
 
 
 def find_suspended_cpu_milli(lease: LeaseRow) -> int:
-    """Return the CPU that a notebook counts with while it is suspended, thousandths of a core."""
+    """Return the CPU that a notebook or job counts with while it is suspended, thousandths of a core."""
     return min(lease.find_size(lease.nodes[0]).cpu_milli, LEAST_CPU_MILLI)
 
 
@@ -109,17 +116,29 @@ def build_request(lease: LeaseRow) -> SchedulingRequest:
 
 def build_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
     """Return what a lease holds; `job` is the job that it is for, if any."""
-    ends_soon = job is not None and job.state in {JobState.PREEMPTING, JobState.STOPPING}
+    request = build_request(lease)
+    if lease.suspension is not None and lease.suspension.state is SuspensionState.RESTORING:
+        # It cannot make way while its memory is being moved.
+        request = replace(request, scavenge=False)
     return Allocation(
-        request=build_request(lease),
+        request=request,
         node_allocations=_build_node_allocations(lease),
         granted_at=lease.charged_from,
         ends_at=lease.expires_at,
-        is_ending=lease.state in lease_states.ENDING or ends_soon,
+        is_ending=_ends_soon(lease, job),
         is_quarantined=lease.state is LeaseState.QUARANTINED,
         shrinking=frozenset(gpu.node for gpu in lease.held if gpu.shrink_requested_at is not None),
         leader=lease.nodes[0] if job is not None and job.detached else None,
     )
+
+
+def _ends_soon(lease: LeaseRow, job: JobRow | None) -> bool:
+    """Return whether a lease gives back what it has: it ends, or its job is preempted or makes way."""
+    makes_way = (
+        job is not None and lease.suspension is not None and lease.suspension.state is SuspensionState.SUSPENDING
+    )
+    is_leaving = job is not None and job.state in {JobState.PREEMPTING, JobState.STOPPING}
+    return lease.state in lease_states.ENDING or is_leaving or makes_way
 
 
 def _build_node_allocations(lease: LeaseRow) -> tuple[NodeAllocation, ...]:

@@ -1,10 +1,12 @@
-"""Suspended notebooks: their transitions, which notebook is suspended for whom, and what their owners read.
+"""Suspended notebooks and jobs: their transitions, which notebook is suspended for whom, and what their owners read.
 
 ```
 (none) ──begin──▶ suspending ──prove──▶ suspended ──request_resume──▶ resuming ──regrant──▶ restoring ──finish──▶ (none)
                       │  └──────────prove, if it is wanted──────────────▲
                       └──abandon──▶ (none)
 ```
+
+A scavenging job begins with `make_way`, and is wanted from the beginning.
 
 The lease stays active meanwhile. Its GPU is free on proof alone: the node has shown that it is empty and that no
 program of the notebook can start on it (`prove`). It goes on with the same GPU alone: its programs see no other.
@@ -15,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpuhub.broker_api.schemas import LeaseState, Purpose, SuspensionState
+from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose, SuspensionState
 from gpuhub.common.errors import Conflict
 from gpuhub.common.units import format_span
-from gpuhub.domain.models import LeasedGpu, LeaseRow, Suspension
+from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, Suspension
 
 #: States in which others may have the GPU.
 WITHOUT_GPU = frozenset({SuspensionState.SUSPENDED, SuspensionState.RESUMING})
@@ -30,18 +32,42 @@ def explain_unsuitable(lease: LeaseRow) -> str | None:
         return "only notebooks can be suspended"
     if lease.state is not LeaseState.ACTIVE or lease.container_id is None:
         return f"it is {lease.state}: only a notebook that runs can be suspended"
+    return _explain_unsuitable_gpus(lease)
+
+
+def _explain_unsuitable_gpus(lease: LeaseRow) -> str | None:
     if lease.slurm_job is not None:
         return "Slurm holds its GPU until its job ends"
     if len(lease.gpus) != 1 or lease.gpus[0].share != 1:
-        return "only notebooks with one whole GPU can be suspended"
+        return "only a notebook or job with one whole GPU can be suspended"
     if lease.gpus[0].uuid.startswith("MIG-"):
         return "a MIG device cannot be suspended"
     return None
 
 
+def can_make_way(lease: LeaseRow, job: JobRow) -> bool:
+    """Return whether a job can be suspended for others: a scavenging one of one process, which no notebook follows."""
+    is_single = job.nnodes == job.nproc_per_node == len(job.workers) == 1 and lease.resources.spread is None
+    return (
+        is_single
+        and job.detached
+        and job.state is JobState.RUNNING
+        and lease.state is LeaseState.ACTIVE
+        and lease.suspension is None
+        and lease.resources.scavenge
+        and not lease.resources.guests
+        and _explain_unsuitable_gpus(lease) is None
+    )
+
+
 def is_without_gpu(lease: LeaseRow) -> bool:
-    """Return whether the notebook runs and others may have its GPU."""
+    """Return whether a notebook or job runs and others may have its GPU."""
     return lease.suspension is not None and lease.suspension.state in WITHOUT_GPU
+
+
+def list_bound_gpus(lease: LeaseRow) -> tuple[LeasedGpu, ...]:
+    """Return the GPUs with whose containers a lease goes on: those that it holds, or the one that it waits for."""
+    return lease.gpus if is_without_gpu(lease) else lease.held
 
 
 def begin(lease: LeaseRow, memory_mib: int, now: float) -> LeaseRow:
@@ -64,19 +90,30 @@ def begin(lease: LeaseRow, memory_mib: int, now: float) -> LeaseRow:
     return lease.evolve(suspension=Suspension(state=state, since=now, moved_mib=memory_mib, begun_at=now))
 
 
+def make_way(lease: LeaseRow, memory_mib: int, now: float) -> LeaseRow:
+    """Begin to suspend a job that can make way. It goes on as soon as the scheduler gives it its GPU again."""
+    state = SuspensionState.SUSPENDING
+    begun = Suspension(state=state, since=now, moved_mib=memory_mib, begun_at=now, is_wanted=True)
+    return lease.evolve(suspension=begun)
+
+
 def abandon(lease: LeaseRow) -> LeaseRow:
-    """End an attempt to suspend a notebook, which has its GPU as before."""
+    """End an attempt to suspend a notebook or job, which has its GPU as before."""
     _require(lease, SuspensionState.SUSPENDING)
     return lease.evolve(suspension=None)
 
 
 def prove(lease: LeaseRow, moved_mib: int, now: float) -> LeaseRow:
-    """Free the GPU of a notebook, which its node has shown to be empty; one that is wanted waits for it at once."""
+    """Free the GPU, which its node has shown to be empty; a notebook that is wanted and a job wait for it at once."""
     _require(lease, SuspensionState.SUSPENDING)
     gpus = tuple(replace(gpu, released_at=now) for gpu in lease.gpus)
     is_wanted = lease.suspension is not None and lease.suspension.is_wanted
     state = SuspensionState.RESUMING if is_wanted else SuspensionState.SUSPENDED
-    return _enter(lease, state, now, moved_mib).evolve(gpus=gpus)
+    freed = _enter(lease, state, now, moved_mib).evolve(gpus=gpus)
+    if lease.purpose is Purpose.NOTEBOOK or lease.expires_at is None or freed.suspension is None:
+        return freed
+    left_s = max(1.0, lease.expires_at - now)
+    return freed.evolve(expires_at=None, suspension=replace(freed.suspension, left_s=left_s))
 
 
 def request_resume(lease: LeaseRow, now: float) -> LeaseRow:
@@ -91,14 +128,22 @@ def request_resume(lease: LeaseRow, now: float) -> LeaseRow:
 
 
 def regrant(lease: LeaseRow, now: float) -> LeaseRow:
-    """Grant a waiting notebook its GPU again. Its time limit, its epoch and what proves its end stay as they are."""
+    """Grant a waiting notebook or job its GPU again. Its epoch and what proves its end stay as they are.
+
+    So does a notebook's time limit; that of a job did not go on.
+    """
     _require(lease, SuspensionState.RESUMING)
     gpus = tuple(replace(gpu, released_at=None) for gpu in lease.gpus)
-    return _enter(lease, SuspensionState.RESTORING, now).evolve(gpus=gpus, held_from=now)
+    granted = _enter(lease, SuspensionState.RESTORING, now).evolve(gpus=gpus, held_from=now)
+    left_s = None if lease.suspension is None else lease.suspension.left_s
+    if left_s is None:
+        return granted
+    # It may have been shortened meanwhile.
+    return granted.evolve(expires_at=min(now + left_s, lease.expires_at or now + left_s))
 
 
 def finish(lease: LeaseRow) -> LeaseRow:
-    """Note that a notebook's memory is back on its GPU."""
+    """Note that the memory of a notebook or job is back on its GPU."""
     _require(lease, SuspensionState.RESTORING)
     return lease.evolve(suspension=None)
 

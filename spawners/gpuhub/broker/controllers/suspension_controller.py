@@ -1,4 +1,4 @@
-"""The controller of suspended notebooks: it chooses idle ones for those who wait, and moves their GPU memory.
+"""The controller of suspended notebooks and jobs: it chooses idle notebooks for those who wait, and moves GPU memory.
 
 Every step of a suspension is stored before the node is called, and every call may be repeated: after a restart the
 controller goes on where the last one was.
@@ -14,17 +14,17 @@ from functools import partial
 from gpuhub.broker.controllers.loop import run_step
 from gpuhub.broker.controllers.loop import stop as stop_tasks
 from gpuhub.broker.operations.idle import begin_suspension
+from gpuhub.broker.state import suspension_room
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import SuspensionState
 from gpuhub.common.errors import GpuhubError
 from gpuhub.docker.client import DockerClients
-from gpuhub.domain import lease_states, scheduler_input, suspension
+from gpuhub.domain import job_states, lease_states, scheduler_input, suspension
 from gpuhub.domain.models import LeaseRow
 from gpuhub.domain.suspension import IdleHolder, WaitingDemand
 from gpuhub.nodes import suspension_container
 from gpuhub.nodes.suspension_container import SuspensionOutcome, SuspensionResult
-from gpuhub.scheduler.interface import SchedulingRequest
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ MARGIN_MIB = 512
 
 
 class SuspensionController:
-    """Suspends and resumes notebooks, until cancelled."""
+    """Suspends and resumes notebooks and jobs, until cancelled."""
 
     def __init__(self, core: BrokerState, daemons: DockerClients) -> None:
         self._core = core
@@ -115,17 +115,14 @@ class SuspensionController:
         if lease.suspension is not None:
             return WaitingDemand(gpus=1, candidates=frozenset({lease.gpus[0].uuid}))
         request = scheduler_input.build_request(lease)
-        without_room = {holder.uuid for holder in holders if not self._has_room_beside(holder, request)}
+        without_room = {holder.uuid for holder in holders if not self._has_room_beside(holder, lease)}
         candidates = self._core.scheduler.find_candidates(request) - without_room
         return WaitingDemand(gpus=request.least_size, candidates=candidates)
 
-    def _has_room_beside(self, holder: IdleHolder, request: SchedulingRequest) -> bool:
-        """Return whether the node has CPU and memory for a request while the notebook is suspended there."""
+    def _has_room_beside(self, holder: IdleHolder, request: LeaseRow) -> bool:
         lease = self._core.ledger.snapshot.leases[holder.lease]
-        gpu = lease.gpus[0]
-        freed_milli = lease.find_size(gpu.node).cpu_milli - scheduler_input.find_suspended_cpu_milli(lease)
-        moved_mib = self._core.capacity.find_used_mib(gpu)
-        return self._core.scheduler.has_room(gpu.node, request.cpu_milli - freed_milli, request.memory_mib + moved_mib)
+        moved_mib = self._core.capacity.find_used_mib(lease.gpus[0])
+        return suspension_room.has_room_beside(self._core.scheduler, lease, request, moved_mib)
 
     # -- moving ---------------------------------------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ class SuspensionController:
             await asyncio.sleep(CHECK_PERIOD_S)
 
     async def _move_out(self, lease: LeaseRow) -> None:
-        gpu, container = lease.gpus[0], lease.container_id or ""
+        gpu, container = lease.gpus[0], self._find_container(lease)
         size_mib = lease.find_size(gpu.node).memory_mib + MARGIN_MIB
         # The last reading of what it uses may be from before its last cell.
         await self._set_limit(lease, size_mib + gpu.memory_mib)
@@ -156,15 +153,15 @@ class SuspensionController:
             await self._set_limit(lease, size_mib + moved_mib)
         elif result.outcome is SuspensionOutcome.REFUSED:
             self._core.idle.note_refusal(lease.id)
-            await self._change(lease, lambda row, _: suspension.abandon(row))
-            text = f"{lease.owner}'s notebook on {gpu.node} could not be suspended: {result.text}"
+            await self._change(lease, lambda row, _: suspension.abandon(row), is_refused=True)
+            text = f"{lease.owner}'s {lease.purpose} on {gpu.node} could not be suspended: {result.text}"
             self._core.add_event("lease.not-suspended", text, owner=lease.owner, lease=lease.id)
             await self._set_limit(lease, size_mib - MARGIN_MIB)
         else:
             await self._give_up(lease, result)
 
     async def _move_back(self, lease: LeaseRow) -> None:
-        gpu, container = lease.gpus[0], lease.container_id or ""
+        gpu, container = lease.gpus[0], self._find_container(lease)
         result = await suspension_container.move_back(self._daemons, gpu.node, container=container, gpu=gpu.uuid)
         if result.outcome is SuspensionOutcome.DONE:
             await self._change(lease, lambda row, _: suspension.finish(row))
@@ -177,18 +174,33 @@ class SuspensionController:
             await asyncio.sleep(CHECK_PERIOD_S)
 
     async def _set_limit(self, lease: LeaseRow, memory_mib: int) -> None:
-        container, node = lease.container_id or "", lease.gpus[0].node
+        container, node = self._find_container(lease), lease.gpus[0].node
         await suspension_container.set_memory_limit(self._daemons, node, container, memory_mib)
 
     async def _give_up(self, lease: LeaseRow, result: SuspensionResult) -> None:
         reason = f"it was suspended and cannot go on: {result.text}. Its files are kept"
         await self._change(lease, lambda row, now: lease_states.release(row, reason, now))
 
-    async def _change(self, lease: LeaseRow, edit: Callable[[LeaseRow, float], LeaseRow]) -> None:
+    def _find_container(self, lease: LeaseRow) -> str:
+        """Return the container of a notebook, or that of a job's only worker; empty if it has none any more."""
+        job_id = self._core.ledger.index.find_one("job of lease", lease.id)
+        workers = () if job_id is None else self._core.ledger.snapshot.jobs[job_id].workers
+        return lease.container_id or next((worker.container_id or "" for worker in workers), "")
+
+    async def _change(
+        self, lease: LeaseRow, edit: Callable[[LeaseRow, float], LeaseRow], *, is_refused: bool = False
+    ) -> None:
+        """Change a lease that is suspended; a job that could not make way otherwise (`is_refused`) is preempted."""
+        grace_s = self._core.cluster.scheduling.preempt_grace
+
         def apply(transaction: Transaction) -> None:
             current = transaction.leases.get(lease.id)
             # It may have been asked to end meanwhile; then its container is removed, whatever its memory is.
             if current is not None and current.state in lease_states.LIVE and current.suspension is not None:
                 transaction.put_lease(edit(current, transaction.now))
+                job_id = transaction.index.find_one("job of lease", lease.id)
+                if is_refused and job_id is not None:
+                    until = transaction.now + grace_s
+                    transaction.put_job(job_states.preempt(transaction.jobs[job_id], until, transaction.now))
 
         await self._core.ledger.change(apply)

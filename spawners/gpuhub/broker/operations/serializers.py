@@ -168,9 +168,10 @@ def build_job(
     *,
     gpu_problems: tuple[str, ...] = (),
     costs: CostRecord | None = None,
+    suspension: SuspensionView | None = None,
 ) -> JobView:
     """Return a job, as shown to its owner; `version` covers the job and its lease."""
-    lease_view = build_lease(lease, version, place, gpu_problems=gpu_problems)
+    lease_view = build_lease(lease, version, place, gpu_problems=gpu_problems, suspension=suspension)
     if lease.is_held:
         lease_view = lease_view.model_copy(update={"waiting_for": describe_hold(job)})
     return JobView(

@@ -60,7 +60,7 @@ def view_lease(core: BrokerState, lease: LeaseRow) -> LeaseView:
 
 
 def view_suspension(core: BrokerState, lease: LeaseRow) -> SuspensionView | None:
-    """Return the suspension of a notebook as its owner sees it; None if it has none."""
+    """Return the suspension of a notebook or job as its owner sees it; None if it has none."""
     if lease.suspension is None or lease.state not in lease_states.LIVE:
         return None
     place = core.queue_positions.refresh().get(lease.id)
@@ -131,7 +131,10 @@ def build_job(core: BrokerState, job: JobRow, lease: LeaseRow, costs: CostRecord
     version = max(job.version, core.queue_positions.find_version(lease))
     place = core.queue_positions.refresh().get(lease.id)
     problems, renew_within_s = list_gpu_problems(core, lease), float(core.cluster.jobs.renew_within)
-    return serializers.build_job(job, lease, version, place, renew_within_s, gpu_problems=problems, costs=costs)
+    suspended = view_suspension(core, lease)
+    return serializers.build_job(
+        job, lease, version, place, renew_within_s, gpu_problems=problems, costs=costs, suspension=suspended
+    )
 
 
 def view_cluster(core: BrokerState, backend: SchedulingBackend, caller: Identity | None) -> ClusterView:

@@ -11,12 +11,15 @@ from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose
 from gpuhub.domain import job_states, lease_states, suspension
 from gpuhub.domain.job_states import PREEMPTED
 from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest, new_id
+from gpuhub.domain.scheduler_input import HOST_SUFFIX
 from gpuhub.scheduler.interface import Grant, NodeAllocation, Preemption, SchedulingDecision
 
 _OVER = lease_states.ENDING | {LeaseState.RELEASED}
 
 #: Returns ids of a node's Docker daemon and boot; see `LeaseRow.identities`.
 IdentityOf = Callable[[str], tuple[str | None, str | None]]
+#: Returns the GPU memory of a lease that is moved if it is suspended for a request, MiB; None if it cannot be.
+FindMovedMib = Callable[[LeaseRow, LeaseRow], int | None]
 
 
 # -- effects ----------------------------------------------------------------------------------------------------------
@@ -119,13 +122,18 @@ def job_key(lease_id: str) -> str:
 
 
 def apply_decision(
-    transaction: Transaction, decision: SchedulingDecision, *, identity_of: IdentityOf, grace_s: float
+    transaction: Transaction,
+    decision: SchedulingDecision,
+    *,
+    identity_of: IdentityOf,
+    grace_s: float,
+    find_moved_mib: FindMovedMib,
 ) -> None:
     """Apply the scheduler's decision to the rows. `grace_s` is the time for a checkpoint, seconds."""
     for lease_id, grant in decision.grants.items():
         _grant(transaction, transaction.leases[lease_id], grant, identity_of)
     for preemption in decision.preemptions:
-        _preempt(transaction, preemption, grace_s)
+        _preempt(transaction, preemption, grace_s, find_moved_mib)
 
 
 def _grant(transaction: Transaction, lease: LeaseRow, grant: Grant, identity_of: IdentityOf) -> None:
@@ -163,14 +171,23 @@ def _choose_parts(
     }
 
 
-def _preempt(transaction: Transaction, preemption: Preemption, grace_s: float) -> None:
-    job_id = transaction.index.find_one("job of lease", preemption.allocation_id)
+def _preempt(transaction: Transaction, preemption: Preemption, grace_s: float, find_moved_mib: FindMovedMib) -> None:
+    lease_id = preemption.allocation_id.removesuffix(HOST_SUFFIX)
+    job_id = transaction.index.find_one("job of lease", lease_id)
     if job_id is None:
         return
-    job, lease = transaction.jobs[job_id], transaction.leases[preemption.allocation_id]
+    job, lease = transaction.jobs[job_id], transaction.leases[lease_id]
     if job.state not in job_states.UNDER_WAY or lease.state not in lease_states.LIVE:
         return
+    if lease.suspension is not None and not suspension.is_without_gpu(lease):
+        # Its memory is being moved: the scheduler knows that it cannot make way now.
+        return
     if preemption.is_whole:
+        if suspension.can_make_way(lease, job):
+            moved_mib = find_moved_mib(lease, transaction.leases[preemption.for_request])
+            if moved_mib is not None:
+                transaction.put_lease(suspension.make_way(lease, moved_mib, transaction.now))
+                return
         transaction.put_job(job_states.preempt(job, transaction.now + grace_s, transaction.now))
         return
     transaction.put_lease(lease_states.shrink(lease, preemption.nodes, transaction.now))

@@ -80,14 +80,14 @@ def _list_lease_changes(before: LeaseRow | None, after: LeaseRow) -> Iterator[tu
 
 
 def _list_suspension_changes(before: Suspension | None, after: LeaseRow) -> Iterator[tuple[str, str]]:
-    name, gpus = f"{after.owner}'s notebook", _describe(after.gpus, after.nodes)
+    name, gpus = f"{after.owner}'s {after.purpose}", _describe(after.gpus, after.nodes)
     old, new = (None if part is None else part.state for part in (before, after.suspension))
     if new is old:
         return
-    if new is SuspensionState.SUSPENDED and after.suspension is not None:
+    if old is SuspensionState.SUSPENDING and after.suspension is not None:
         memory = f"{after.suspension.moved_mib / 1024:.1f} GiB"
         yield "lease.suspended", f"{name} is suspended, {memory} of GPU memory are in host memory: {gpus} is free"
-    elif new is SuspensionState.RESUMING:
+    if new is SuspensionState.RESUMING:
         yield "lease.resuming", f"{name} waits for {gpus} to go on"
     elif new is None and old is SuspensionState.RESTORING:
         yield "lease.resumed", f"{name} has {gpus} back and goes on"

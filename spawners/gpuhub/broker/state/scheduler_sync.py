@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpuhub.broker.db.store import Store
-from gpuhub.broker.state import effects, events
+from gpuhub.broker.state import effects, events, suspension_room
 from gpuhub.broker.state.capacity import Capacity
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.config.settings import ClusterSettings, SchedulingSettings
@@ -180,6 +180,7 @@ class SchedulerSync:
             decision,
             identity_of=self._capacity.get_identity,
             grace_s=self._cluster.scheduling.preempt_grace,
+            find_moved_mib=self._find_moved_mib,
         )
         effects.propagate(transaction, step)
         self._send_changes(transaction, sent_step)
@@ -187,6 +188,13 @@ class SchedulerSync:
         self._plan_next(transaction, decision.decide_again_at)
         held = [transaction.leases[lease_id] for lease_id in decision.grants]
         transaction.on_commit.append(lambda: self._capacity.mark_held(held))
+
+    def _find_moved_mib(self, lease: LeaseRow, request: LeaseRow) -> int | None:
+        """Return the GPU memory that is moved if a lease is suspended for a request, MiB; None if it cannot be."""
+        if not self._cluster.scheduling.suspend_scavengers:
+            return None
+        moved_mib = self._capacity.find_used_mib(lease.gpus[0])
+        return moved_mib if suspension_room.has_room_beside(self._scheduler, lease, request, moved_mib) else None
 
     def _plan_next(self, transaction: Transaction, decide_again_at: float | None) -> None:
         """Serve the queue again at a time, and now and then while requests wait: their order changes with usage."""

@@ -221,7 +221,7 @@ async def _diagnose_node(
     host = add_gpu_report(host, facts.gpu_reports[node.name], is_running=facts.is_running)
     versions = collect_versions(docker, host)
     findings = [*check_node(docker, host, environment), *check_cuda(versions.driver, facts.image_cuda)]
-    findings += check_suspension(versions.driver) if cluster.suspends_idle_notebooks else []
+    findings += check_suspension(versions.driver) if cluster.moves_gpu_memory else []
     findings += [] if view is None else sleeping_nodes.check_power(view)
     if backend is not None:
         findings += backend.check_node(node, host)

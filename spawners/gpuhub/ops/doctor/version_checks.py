@@ -86,13 +86,14 @@ def check_cuda(driver: str, cuda: str | None) -> Iterator[Finding]:
 
 
 def check_suspension(driver: str) -> Iterator[Finding]:
-    """Check that the driver can move GPU memory, where notebooks are suspended."""
+    """Check that the driver can move GPU memory, where notebooks or jobs are suspended."""
     version = parse_version(driver)
     if version is not None and version < SUSPENSION_DRIVER:
         yield warning(
             "suspension",
-            f"driver {driver} cannot move GPU memory, so notebooks there are not suspended",
-            f"install driver {format_version(SUSPENSION_DRIVER)} or newer, or leave idle.suspend_after out",
+            f"driver {driver} cannot move GPU memory, so nothing there is suspended",
+            f"install driver {format_version(SUSPENSION_DRIVER)} or newer, or leave out idle.suspend_after and "
+            "scheduling.suspend_scavengers",
         )
 
 

@@ -28,6 +28,8 @@ def _job(run: str = "run-20261121-120000-abc123", **values: Any) -> Job:
     ("values", "state"),
     [
         ({"state": "waiting"}, "waiting"),
+        ({"state": "running", "suspension": "resuming"}, "suspended"),
+        ({"state": "stopping", "suspension": "resuming"}, "stopping"),
         ({"state": "ended", "exit_code": 0}, "done"),
         ({"state": "ended", "exit_code": 2}, "failed"),
         ({"state": "ended", "reason": "stopped"}, "cancelled"),

@@ -183,6 +183,10 @@ def test_values_are_frozen(tmp_path):
             ('name = "rig1"', 'name = "rig1"\nowner = "ada"\nowner_first = true'),
             r"nodes: 'rig1': owner_first: others' scavenging jobs make way only with preemption = true in \[scheduling\]",
         ),
+        (
+            ('allowed = ["ada"]', 'allowed = ["ada"]\n[scheduling]\nsuspend_scavengers = true'),
+            r"scheduling: suspend_scavengers = true is for jobs that make way: add preemption = true",
+        ),
         (('name = "rig1"', 'name = "rig1"\ngroup = ["lab"]'), r"nodes\[1\]\.group: .*did you mean 'groups'"),
         (
             ('title = "Big"', 'title = "Big"\ngroups = ["a\\u0000b"]'),

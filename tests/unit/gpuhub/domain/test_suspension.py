@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuhub.broker_api.schemas import LeaseState, SuspensionState
+from gpuhub.broker_api.schemas import JobState, LeaseState, SuspensionState
 from gpuhub.common.errors import Conflict
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
 from gpuhub.domain import lease_states, scheduler_input, suspension
-from gpuhub.domain.models import LeaseRow
+from gpuhub.domain.models import LeaseRow, ResourceRequest, Suspension
 from gpuhub.domain.suspension import IdleHolder, WaitingDemand
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, NodeCapacity, SchedulerSnapshot
 from gpuhub.scheduler.scheduler import BuiltinScheduler
-from tests.support.broker.factories import lease_row
+from tests.support.broker.factories import build_running_job, lease_row
 
 CARD = GpuSpec(model="RTX 5090", memory_mib=32607)
 
@@ -94,6 +94,42 @@ def test_what_cannot_be_suspended() -> None:
         assert reason in (suspension.explain_unsuitable(lease) or "")
         with pytest.raises(Conflict, match=reason):
             suspension.begin(lease, 1, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("job_changes", "lease_changes", "expected"),
+    [
+        ({}, {}, True),
+        ({"detached": False}, {}, False),
+        ({"nproc_per_node": 2}, {}, False),
+        ({"nnodes": 2}, {}, False),
+        ({"state": JobState.STARTING}, {}, False),
+        ({}, {"resources": ResourceRequest()}, False),
+        ({}, {"resources": ResourceRequest(scavenge=True, guests=True)}, False),
+        ({}, {"resources": ResourceRequest(scavenge=True, spread=1)}, False),
+        ({}, {"slurm_job": 7}, False),
+        ({}, {"suspension": Suspension(state=SuspensionState.RESTORING, since=1.0)}, False),
+    ],
+)
+def test_which_jobs_can_make_way(
+    job_changes: dict[str, object], lease_changes: dict[str, object], expected: bool
+) -> None:
+    """Scavenging ones of one process with one whole GPU, which need nobody who looks on."""
+    job, lease = build_running_job(nodes=1, scavenge=True)
+    job, lease = job.evolve(**{"detached": True, **job_changes}), lease.evolve(**lease_changes)
+    assert suspension.can_make_way(lease, job) is expected
+
+
+def test_the_time_limit_of_a_job_stands_still() -> None:
+    """It has what was left, from the grant on; less if it was shortened meanwhile."""
+    _, lease = build_running_job(nodes=1, scavenge=True)
+    assert lease.expires_at == 1010.0
+    away = suspension.prove(suspension.make_way(lease, 8192, 400.0), 8192, 410.0)
+    assert (away.expires_at, away.waits, away.held) == (None, True, ())
+    assert scheduler_input.build_resume_request(away).time_limit_s == 600.0
+    assert suspension.regrant(away, 5000.0).expires_at == 5600.0
+    assert suspension.regrant(away.evolve(expires_at=5100.0), 5000.0).expires_at == 5100.0
+    assert [gpu.uuid for gpu in suspension.list_bound_gpus(away)] == ["GPU-rig1"]
 
 
 def test_a_suspended_lease_ends_by_the_proof_that_its_container_is_gone() -> None:

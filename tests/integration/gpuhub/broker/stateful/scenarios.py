@@ -223,6 +223,35 @@ def elastic_job_shrinks(world: World, people: People) -> None:
     check_recovery(world, people)
 
 
+def broker_dies_while_a_job_makes_way(world: World, people: People) -> None:
+    """It dies at each step in turn; the job is suspended for others, and goes on with its GPU after them."""
+    suspended = 0
+    for steps in range(0, 48, 6):
+        jobs = [people.launch("ada", nnodes=1, detached=True, scavenge=True) for _ in SEATS]
+        advance_and_check(world, people, 8)
+        world.die_after(steps)
+        people.ask("ben", "", "any")
+        world.advance(6)
+        world.kill()
+        check_invariants(world, people)
+        world.start()
+        world.advance(6)
+        notebook = people.ask("ben", "", "any")
+        advance_and_check(world, people, 6)
+        suspended += sum(len(box.node.moved) for box in world.boxes.values())
+        assert people.run(notebook)
+        advance_and_check(world, people, 6)
+        people.stop(notebook)
+        advance_and_check(world, people, 16)
+        assert not any(box.node.moved for box in world.boxes.values()), "every job has its GPU again"
+        for job in jobs:
+            if job is not None:
+                people.stop_job(job)
+        advance_and_check(world, people, 20)
+    assert suspended
+    check_recovery(world, people)
+
+
 def clock_is_set_back_while_the_broker_is_down(world: World, people: People) -> None:
     """Ending leases are still proven gone, and their GPUs are free within seconds, not when the clock has caught up."""
     notebook = use_every_gpu(world, people)[0]

@@ -22,7 +22,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NodeUnreachable
 from gpuhub.docker import client as daemons_module
 from gpuhub.docker.client import DockerClients
-from gpuhub.domain import lease_states, reconcile
+from gpuhub.domain import lease_states, reconcile, suspension
 from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from tests.integration.gpuhub.broker.stateful import scenarios
 from tests.integration.gpuhub.broker.stateful.people import People
@@ -157,6 +157,16 @@ def free_shrinking_gpus_at_once(patch: Patch) -> None:
     patch.setattr(lease_states, "shrink", shrink)
 
 
+def take_a_suspension_for_proof(patch: Patch) -> None:
+    """The GPU of a job that makes way is granted before its node has shown that it is empty."""
+    real = suspension.make_way
+
+    def make_way(lease: Any, memory_mib: int, now: float) -> Any:
+        return suspension.prove(real(lease, memory_mib, now), memory_mib, now)
+
+    patch.setattr(suspension, "make_way", make_way)
+
+
 def _mark_released(lease: Any, now: float) -> Any:
     if lease.state is not LeaseState.RELEASING:
         return lease
@@ -177,6 +187,7 @@ BUGS: list[tuple[Callable[[Patch], None], Scenario]] = [
     (ignore_unknown_containers, scenarios.container_of_an_ended_lease_appears),
     (activate_ended_leases, scenarios.holder_resumes_after_its_lease_was_reassigned),
     (free_shrinking_gpus_at_once, scenarios.elastic_job_shrinks),
+    (take_a_suspension_for_proof, scenarios.broker_dies_while_a_job_makes_way),
 ]
 SCENARIOS_WITHOUT_A_BUG: list[Scenario] = [
     scenarios.daemon_is_wiped_after_a_reboot,
@@ -186,7 +197,7 @@ SCENARIOS_WITHOUT_A_BUG: list[Scenario] = [
 
 
 #: These run with the builtin scheduler only: Slurm's own preemption ends whole jobs.
-BUILTIN_ONLY = {scenarios.elastic_job_shrinks}
+BUILTIN_ONLY = {scenarios.elastic_job_shrinks, scenarios.broker_dies_while_a_job_makes_way}
 
 
 def _backends_of(scenario: Scenario) -> list[str]:

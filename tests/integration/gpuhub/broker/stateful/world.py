@@ -54,7 +54,9 @@ USERS = UserSettings(allowed=("ada", "ben", "cleo"), max_waiting=50)
 
 def builtin_cluster() -> ClusterSettings:
     """Return settings with the builtin scheduler."""
-    scheduling = SchedulingSettings(preemption=True, preempt_grace="20s", quarantine_after="30s", down_after="60s")
+    scheduling = SchedulingSettings(
+        preemption=True, suspend_scavengers=True, preempt_grace="20s", quarantine_after="30s", down_after="60s"
+    )
     idle = IdleSettings(suspend_after="30s")
     return build_cluster(CARDS, PROFILES, users=USERS, scheduling=scheduling, idle=idle)
 

@@ -10,10 +10,10 @@ from gpuhub.broker.state.effects import apply_decision, propagate
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import JobState, LeaseState, WorkerState
 from gpuhub.config.settings import SchedulingSettings
-from gpuhub.domain import job_states, lease_states
+from gpuhub.domain import job_states, lease_states, suspension
 from gpuhub.domain.job_states import PREEMPTED
-from gpuhub.domain.scheduler_input import build_allocation
-from gpuhub.scheduler.interface import Preemption, SchedulingDecision
+from gpuhub.domain.scheduler_input import HOST_SUFFIX, build_allocation, list_values
+from gpuhub.scheduler.interface import Allocation, Preemption, SchedulingDecision
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.factories import build_running_job, build_transaction
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
@@ -22,10 +22,14 @@ from tests.support.docker.simulated_nodes import build_cluster
 JOB = {"run_id": "run-000001", "nproc_per_node": 1}
 
 
-def decide(draft: Transaction, *nodes: str, is_whole: bool) -> None:
-    preemption = Preemption(allocation_id="l1", nodes=frozenset(nodes), is_whole=is_whole, for_request="l9")
+def decide(draft: Transaction, *nodes: str, is_whole: bool, allocation: str = "l1") -> None:
+    preemption = Preemption(allocation_id=allocation, nodes=frozenset(nodes), is_whole=is_whole, for_request="l9")
     apply_decision(
-        draft, SchedulingDecision(preemptions=(preemption,)), identity_of=lambda _: (None, None), grace_s=60.0
+        draft,
+        SchedulingDecision(preemptions=(preemption,)),
+        identity_of=lambda _: (None, None),
+        grace_s=60.0,
+        find_moved_mib=lambda *_: None,
     )
 
 
@@ -40,6 +44,23 @@ def test_a_preempted_job_has_time_for_its_checkpoint() -> None:
     draft.now = 110.0
     decide(draft, "rig1", "rig2", is_whole=True)
     assert draft.jobs["j1"].checkpoint_until == 160.0
+
+
+def test_a_suspended_job_is_preempted_for_its_memory() -> None:
+    """Who needs the memory that its container keeps gets it, but not while it is being moved."""
+    job, lease = build_running_job(scavenge=True)
+    waiting = suspension.prove(suspension.make_way(lease, 8192, 2.0), 8192, 3.0)
+    for suspended, state in (
+        (suspension.make_way(lease, 8192, 2.0), JobState.RUNNING),
+        (suspension.regrant(waiting, 4.0), JobState.RUNNING),
+        (waiting, JobState.PREEMPTING),
+    ):
+        draft = build_transaction(job, suspended, now=100.0)
+        decide(draft, "rig1", is_whole=True, allocation=f"l1{HOST_SUFFIX}")
+        assert draft.jobs["j1"].state is state
+    values = list_values(waiting, draft.jobs["j1"])
+    assert [value.is_ending for value in values if isinstance(value, Allocation)] == [True]
+    assert len(values) == 1
 
 
 def test_preempted_job_ends_with_its_workers_or_after_the_grace() -> None:
