@@ -9,6 +9,7 @@ from gpuhub.broker_api.schemas import JobState, LeaseState, NotificationKind, Pu
 from gpuhub.common.units import format_span
 from gpuhub.domain import loss_policy
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, NotificationRow
+from gpuhub.domain.suspension import is_without_gpu
 
 #: A request that waited less is granted while its owner watches, seconds.
 LEAST_WAIT_S = 30.0
@@ -57,7 +58,8 @@ def list_lease_notifications(
             title=f"Your GPU is back: {_describe_gpus(after.gpus)}",
             body=f"{what} waited {format_span(now - before.suspension.since)} and goes on now.",
         )
-    if job is not None and before is not None and after.suspension is not None and before.suspension is None:
+    has_made_way = before is not None and is_without_gpu(after) and not is_without_gpu(before)
+    if job is not None and after.suspension is not None and has_made_way:
         yield NotificationRow(
             kind=NotificationKind.JOB_PREEMPTED,
             key=f"suspended:{after.id}:{after.suspension.begun_at:.0f}",

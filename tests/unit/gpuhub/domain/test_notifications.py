@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gpuhub.broker_api.schemas import JobState, LeaseState, NotificationKind, Purpose
+from gpuhub.domain import suspension
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, NotificationRow, ResourceRequest
 from gpuhub.domain.notifications import (
     BACKOFF_S,
@@ -21,6 +22,7 @@ from gpuhub.domain.notifications import (
     list_job_notifications,
     list_lease_notifications,
 )
+from tests.support.broker.factories import build_running_job
 
 GPU = LeasedGpu(uuid="GPU-1", node="rig1", index=0, model="RTX 5090", memory_mib=32607, worker=0)
 WAITING = LeaseRow(
@@ -99,6 +101,21 @@ def test_each_preemption_is_reported() -> None:
         )
     ]
     assert keys == ["preempted:j1:0", "preempted:j1:1"]
+
+
+def test_a_job_that_makes_way_is_reported_when_its_gpu_is_free() -> None:
+    """And when it has it again after a while; an attempt that is refused is not."""
+    _, active = build_running_job(nodes=1, scavenge=True)
+    leaving = suspension.make_way(active, 8192, 100.0)
+    away = suspension.prove(leaving, 8192, 110.0)
+    back = suspension.regrant(away, 900.0)
+    steps = ((active, leaving), (leaving, suspension.abandon(leaving)), (leaving, away), (away, back))
+    rows = [row for before, after in steps for row in list_lease_notifications(before, after, 900.0, JOB)]
+    assert [(row.kind, row.title) for row in rows] == [
+        (NotificationKind.JOB_PREEMPTED, "Job run-1 makes way"),
+        (NotificationKind.GRANTED, "Your GPU is back: RTX 5090 on rig1"),
+    ]
+    assert rows[1].body == "Job run-1 waited 13 min and goes on now."
 
 
 def test_time_left() -> None:
