@@ -36,7 +36,7 @@ IDS = (
     *("A1", "A2", "A3", "A4", "A5", "A6", "A7", "A8"),
     *("K1", "K2", "K3", "K4", "K5", "K6", "K7", "K8", "K9"),
     *("P1", "P2", "P3", "P4", "P5"),
-    *("N1", "N2"),
+    *("N1", "N2", "N3"),
     *("G1", "G2", "G3", "G4", "G5"),
     *("S1", "S2", "S3", "S4", "S5", "S6"),
     *("L1", "L2", "L3"),
@@ -85,6 +85,7 @@ CASES = (
     # -- nodes
     Case("N1", "A node dies and returns", "SIGKILL of all its processes; the daemon starts again", "its containers count as ended; its GPU is read, then granted", BOTH),
     Case("N2", "A node returns with fewer GPUs", "as N1, and a simulated GPU removed", "the missing GPU is failed, and named"),
+    Case("N3", "A node reboots under a server that its user keeps", "as N1, the server started with `keep`", "it waits for its GPU again, and is ready on the same node"),
     # -- GPUs
     Case("G1", "A GPU fails", "simulated driver: lost, fallen off the bus, ECC, failed row remap", "not granted; the page names the GPU and the fault; its user keeps the lease"),
     Case("G2", "NVML hangs", "simulated driver: calls do not return", "within 30 s the node's GPUs are no longer granted; the broker answers at once"),

@@ -169,9 +169,9 @@ def invariants(running_testbed: FaultTestbed) -> InvariantChecker:
     return invariants
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def networks(invariants: InvariantChecker) -> Iterator[None]:
-    """Checks after a module's last test, because the broker takes half a minute to remove them, users' networks."""
+    """Checks users' networks after the last test, because the broker takes half a minute to remove them."""
     yield
     assert invariants.check_networks() == []
 

@@ -54,6 +54,23 @@ def test_a_node_dies_and_returns(testbed: FaultTestbed, figure: Figure) -> None:
     testbed.start("ada", "again", "on2")
 
 
+@pytest.mark.case("N3")
+def test_a_kept_server_starts_again_after_its_node(testbed: FaultTestbed, figure: Figure) -> None:
+    """It asks for its GPU again by itself, and is ready under the same address."""
+    testbed.ask_start("ada", "nb", "on2", keep="yes")
+    old = testbed.wait_ready("ada", "nb")
+    with power_off(testbed, "rig2"):
+        wait_for(lambda: testbed.node("rig2").get("state") == "unreachable", "rig2 is unreachable", 60)
+    returned = time.monotonic()
+    wait_for(
+        lambda: (seen := testbed.container("ada", "nb")) is not None and seen.id != old.id, "another container", 90
+    )
+    new = testbed.wait_ready("ada", "nb", 90)
+    figure("ready_s", time.monotonic() - returned)
+    assert new.node == "rig2"
+    assert testbed.lease_of("ada", "nb")["state"] == "active"
+
+
 @pytest.mark.case("N2")
 def test_a_node_returns_with_fewer_gpus(testbed: FaultTestbed) -> None:
     """Of two GPUs the missing one is failed and named, and the other one is granted."""

@@ -113,9 +113,9 @@ class UserActions(NodeAccess):
                 return seen
         raise AssertionError(f"none of {name}'s 8 servers is on {other.node}")
 
-    def ask_start(self, name: str, server: str, profile: str = "light") -> None:
-        """Request a server."""
-        self.clients[name].start(server, profile)
+    def ask_start(self, name: str, server: str, profile: str = "light", **options: str) -> None:
+        """Request a server; `options` are further ones of the spawn form."""
+        self.clients[name].start(server, profile, **options)
 
     def wait_ready(self, name: str, server: str, deadline_s: float = 60) -> SeenContainer:
         """Return a server's container when the hub calls the server ready."""

@@ -44,10 +44,10 @@ class Client:
         status, found = self.ask(self.hub, "GET", f"/users/{self.name}")
         return found["servers"] if status == 200 else None
 
-    def start(self, server: str, profile: str) -> None:
-        """Request a server until the hub accepts it."""
-        path = f"/users/{self.name}/servers/{server}"
-        self._retry_while_unreachable(lambda: self.ask(self.hub, "POST", path, {"profile": profile}))
+    def start(self, server: str, profile: str, **options: str) -> None:
+        """Request a server until the hub accepts it; `options` are further ones of the spawn form."""
+        path, body = f"/users/{self.name}/servers/{server}", {"profile": profile, **options}
+        self._retry_while_unreachable(lambda: self.ask(self.hub, "POST", path, body))
 
     def stop(self, server: str) -> None:
         """Request that the server stops until the hub accepts it; its name no longer counts."""
