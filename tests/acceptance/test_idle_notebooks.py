@@ -220,11 +220,31 @@ def find_container(product: Product, node: str, kind: str = "notebook") -> Itera
 
 
 def find_process(product: Product, node: str, kind: str = "notebook") -> int:
-    """Return the number, on this machine, of the process in ada's container that has loaded the CUDA driver."""
+    """Return the number, on its node, of the process in ada's container that has loaded the CUDA driver."""
     with find_container(product, node, kind) as container:
-        rows = container.top(ps_args="-eo pid")["Processes"]
-    [pid] = [int(pid) for (pid,) in rows if "libcuda.so" in Path(f"/proc/{pid}/maps").read_text()]
+        found = [
+            read_numbers(folder)[-2]
+            for folder in Path("/proc").iterdir()
+            if folder.name.isdecimal()
+            and container.id in read(folder / "cgroup")
+            and "libcuda.so" in read(folder / "maps")
+        ]
+    [pid] = found
     return pid
+
+
+def read_numbers(folder: Path) -> list[int]:
+    """Return the numbers of a process: on this machine, on its node, and in its container."""
+    [line] = [line for line in read(folder / "status").splitlines() if line.startswith("NSpid:")]
+    return [int(number) for number in line.split()[1:]]
+
+
+def read(file: Path) -> str:
+    """Return the text of a file of /proc; empty for a process that has ended."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def read_live(product: Product, node: str) -> str:
@@ -307,7 +327,8 @@ def test_owner_lends_it_by_hand(product: Product, ada: User, node: str) -> None:
 def test_a_scavenging_job_makes_way_and_goes_on(product: Product, ada: User, ben: User, node: str) -> None:
     """Ben's notebook gets the GPU of ada's job at once; when he stops, the job counts on where it was."""
     folder = product.paths.state / "homes" / "ada" / "counting"
-    run_cell(ada, f"!mkdir -p counting && cat > counting/count.py <<'END'{COUNTING}END")
+    run_cell(ada, "!mkdir -p counting")
+    run_cell(ada, f"%%writefile counting/count.py{COUNTING}")
     run_cell(ada, "!cd counting && gpu-launch run --detach --scavenge --model 'RTX 5090' count.py")
     wait_for((folder / "counted").exists, "the job counts", 120)
     place = next(one["name"] for one in ada.cluster()["nodes"] if any(g["model"] == "RTX 5090" for g in one["gpus"]))
