@@ -39,14 +39,14 @@ LONG_CELL = f"import time; time.sleep({STOP_AFTER_S + 20}); print('still', 'here
 SUSPENDED, MODEL, SUSPEND_AFTER_S, USED_MIB = "rtx5070", "RTX 5070", 15, 2048
 #: The simulated driver counts a process that has loaded the CUDA driver, and that the test names, as one that uses CUDA.
 BEGIN = "import ctypes, os\ndriver = ctypes.CDLL('libcuda.so.1')\nanswer = 40\nprint('kernel', os.getpid())"
-#: A job that counts, and has loaded the CUDA driver, until its folder has a file `enough`.
+#: A job that counts, and has loaded the CUDA driver, until its user's folder `counting` has a file `enough`.
 COUNTING = """
 import ctypes, pathlib, time
 driver = ctypes.CDLL("libcuda.so.1")
-counted = 0
-while not pathlib.Path("enough").exists():
+folder, counted = pathlib.Path.home() / "counting", 0
+while not (folder / "enough").exists():
     counted += 1
-    pathlib.Path("counted").write_text(str(counted))
+    (folder / "counted").write_text(str(counted))
     time.sleep(0.1)
 """
 WAITING = ".Toastify__toast:has-text('its cells wait')"
