@@ -112,6 +112,10 @@ class GpusPageData:
         """Return the lease of a job, if it is among the user's."""
         return next((lease for lease in self.leases if lease.id == job.lease), None)
 
+    def is_suspended(self, lease_id: str) -> bool:
+        """Return whether a lease of the user's waits for the GPU that it was suspended on."""
+        return any(lease.id == lease_id and lease.suspension is not None for lease in self.leases)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPage:

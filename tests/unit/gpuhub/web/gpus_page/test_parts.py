@@ -21,6 +21,8 @@ from gpuhub.broker_api.schemas import (
     PendingReasonView,
     Purpose,
     ReservationView,
+    SuspensionState,
+    SuspensionView,
 )
 from gpuhub.broker_api.schemas.limits import UserLimitsView
 from gpuhub.broker_api.schemas.live import OwnView
@@ -110,6 +112,15 @@ async def test_own_request_shows_its_pending_reason(cluster: ClusterSettings) ->
     root = render(view, name="root", is_admin=True)["queue"]
     assert 'data-why="l1"' in root
     assert ('data-do="stop" data-lease="l1"' in root, 'data-do="leave"' in root) == (True, False)
+
+
+async def test_what_was_suspended_cannot_leave_the_queue(cluster: ClusterSettings) -> None:
+    """It runs and waits for its GPU: leaving would end it."""
+    view = await build_view(cluster, queue=(entry(1, "ada"),), waiting=1)
+    shown = SuspensionView(state=SuspensionState.RESUMING, text="waits for the RTX 5090", since=NOW, moved_mib=8192)
+    waiting = change(lease("GPU-a"), id="l1", position=1)
+    assert 'data-do="leave"' in render(view, leases=[waiting])["queue"]
+    assert 'data-do="leave"' not in render(view, leases=[change(waiting, suspension=shown)])["queue"]
 
 
 async def test_own_requests_are_shown_in_a_long_queue(cluster: ClusterSettings) -> None:
