@@ -45,18 +45,14 @@ def list_lease_notifications(
             body=f"{what} waited {format_span(waited_s)} and starts now.",
         )
     is_back = before is not None and before.held_from != after.held_from and before.waits
-    if (
-        before is not None
-        and before.suspension is not None
-        and is_back
-        and now - before.suspension.since >= LEAST_WAIT_S
-    ):
+    suspended = before.suspension if before is not None and is_back else None
+    if suspended is not None and now - suspended.since >= LEAST_WAIT_S:
         yield NotificationRow(
             kind=NotificationKind.GRANTED,
             key=f"resumed:{after.id}:{after.held_from:.0f}",
             owner=after.owner,
             title=f"Your GPU is back: {_describe_gpus(after.gpus)}",
-            body=f"{what} waited {format_span(now - before.suspension.since)} and goes on now.",
+            body=f"{what} waited {format_span(now - suspended.since)} and goes on now.",
         )
     has_made_way = before is not None and is_without_gpu(after) and not is_without_gpu(before)
     if job is not None and after.suspension is not None and has_made_way:

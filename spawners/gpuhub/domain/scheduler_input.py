@@ -117,7 +117,7 @@ def build_request(lease: LeaseRow) -> SchedulingRequest:
 def build_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
     """Return what a lease holds; `job` is the job that it is for, if any."""
     request = build_request(lease)
-    if lease.suspension is not None and lease.suspension.state is SuspensionState.RESTORING:
+    if suspension.find_state(lease) is SuspensionState.RESTORING:
         # It cannot make way while its memory is being moved.
         request = replace(request, scavenge=False)
     return Allocation(
@@ -134,9 +134,7 @@ def build_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
 
 def _ends_soon(lease: LeaseRow, job: JobRow | None) -> bool:
     """Return whether a lease gives back what it has: it ends, or its job is preempted or makes way."""
-    makes_way = (
-        job is not None and lease.suspension is not None and lease.suspension.state is SuspensionState.SUSPENDING
-    )
+    makes_way = job is not None and suspension.find_state(lease) is SuspensionState.SUSPENDING
     is_leaving = job is not None and job.state in {JobState.PREEMPTING, JobState.STOPPING}
     return lease.state in lease_states.ENDING or is_leaving or makes_way
 

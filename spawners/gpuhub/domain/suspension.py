@@ -60,9 +60,14 @@ def can_make_way(lease: LeaseRow, job: JobRow) -> bool:
     )
 
 
+def find_state(lease: LeaseRow) -> SuspensionState | None:
+    """Return the state of a lease's suspension; None while it has its GPUs as usual."""
+    return None if lease.suspension is None else lease.suspension.state
+
+
 def is_without_gpu(lease: LeaseRow) -> bool:
     """Return whether a notebook or job runs and others may have its GPU."""
-    return lease.suspension is not None and lease.suspension.state in WITHOUT_GPU
+    return find_state(lease) in WITHOUT_GPU
 
 
 def list_bound_gpus(lease: LeaseRow) -> tuple[LeasedGpu, ...]:
@@ -159,7 +164,7 @@ def shift_times(lease: LeaseRow, seconds: float) -> LeaseRow:
 
 
 def _require(lease: LeaseRow, state: SuspensionState) -> None:
-    found = None if lease.suspension is None else lease.suspension.state
+    found = find_state(lease)
     if lease.state is not LeaseState.ACTIVE or found is not state:
         raise Conflict(f"lease {lease.id} is {lease.state} and {found or 'not suspended'}, not {state}")
 

@@ -68,10 +68,9 @@ class SuspensionController:
         for lease_id in self._choose():
             await begin_suspension(self._core, lease_id)
         for lease in self._core.ledger.find_leases("suspended"):
-            state = None if lease.suspension is None else lease.suspension.state
             if lease.state not in lease_states.LIVE or lease.id in self._tasks:
                 continue
-            if state in (SuspensionState.SUSPENDING, SuspensionState.RESTORING):
+            if suspension.find_state(lease) in (SuspensionState.SUSPENDING, SuspensionState.RESTORING):
                 task = asyncio.ensure_future(self._work(lease.id))
                 self._tasks[lease.id] = task
                 task.add_done_callback(partial(self._forget, lease.id))
@@ -107,7 +106,7 @@ class SuspensionController:
     def _list_leaving(self) -> Iterator[str]:
         """Yield the GPUs that are about to be free: of leases that end, and of notebooks that are being suspended."""
         for lease in self._core.ledger.snapshot.leases.values():
-            is_suspending = lease.suspension is not None and lease.suspension.state is SuspensionState.SUSPENDING
+            is_suspending = suspension.find_state(lease) is SuspensionState.SUSPENDING
             if lease.state in lease_states.ENDING or is_suspending:
                 yield from (gpu.uuid for gpu in lease.held)
 
@@ -115,9 +114,10 @@ class SuspensionController:
         if lease.suspension is not None:
             return WaitingDemand(gpus=1, candidates=frozenset({lease.gpus[0].uuid}))
         request = scheduler_input.build_request(lease)
-        without_room = {holder.uuid for holder in holders if not self._has_room_beside(holder, lease)}
-        candidates = self._core.scheduler.find_candidates(request) - without_room
-        return WaitingDemand(gpus=request.least_size, candidates=candidates)
+        candidates = self._core.scheduler.find_candidates(request)
+        useful = [holder for holder in holders if holder.uuid in candidates]
+        without_room = {holder.uuid for holder in useful if not self._has_room_beside(holder, lease)}
+        return WaitingDemand(gpus=request.least_size, candidates=candidates - without_room)
 
     def _has_room_beside(self, holder: IdleHolder, request: LeaseRow) -> bool:
         lease = self._core.ledger.snapshot.leases[holder.lease]
@@ -190,7 +190,7 @@ class SuspensionController:
     async def _change(
         self, lease: LeaseRow, edit: Callable[[LeaseRow, float], LeaseRow], *, is_refused: bool = False
     ) -> None:
-        """Change a lease that is suspended; a job that could not make way otherwise (`is_refused`) is preempted."""
+        """Change a lease that is suspended; a job whose suspension the node refused (`is_refused`) is preempted."""
         grace_s = self._core.cluster.scheduling.preempt_grace
 
         def apply(transaction: Transaction) -> None:
