@@ -32,7 +32,8 @@ locked=(--require-hashes --only-binary :all:)
 sum=$(cat "$here"/spawners/requirements.lock "$here"/*/pyproject.toml "$here/spawners/venv.sh" | sha256sum)
 if changed run "$sum"; then
   echo "Installing Python packages …"
-  "${pip[@]}" "${locked[@]}" -r "$here/spawners/requirements.lock"
+  # Each lock has all that its packages need, but what `lock.sh` leaves out.
+  "${pip[@]}" "${locked[@]}" --no-deps -r "$here/spawners/requirements.lock"
   # With the locked setuptools: an isolated build would download one that no lock names.
   "${pip[@]}" --no-deps --no-build-isolation -e "$here/spawners" -e "$here/extensions"
   stamp run "$sum"
@@ -42,7 +43,7 @@ fi
 sum=$(sha256sum <"$here/tests/requirements.lock")
 if changed dev "$sum"; then
   echo "Installing Python packages for tests and checks …"
-  # The lock has all that its packages need, but torch, on which peft depends: it follows below.
+  # Without torch, on which peft depends: it follows below.
   "${pip[@]}" "${locked[@]}" --no-deps -r "$here/tests/requirements.lock"
   stamp dev "$sum"
 fi
