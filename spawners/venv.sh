@@ -50,7 +50,7 @@ fi
 [ "$mode" != dev ] || exit 0
 
 # Tests of launches run torchrun on this machine: the build that pip finds, in the version of the images.
-torch=$("$here/.venv/bin/python" -c 'from gpuhub.config.images import ImageSettings; print(ImageSettings().torch)')
+torch=$("$here/.venv/bin/python" -c 'from gpuhub.config.containers.images import ImageSettings; print(ImageSettings().torch)')
 if changed torch "$torch"; then
   echo "Installing torch $torch …"
   "${pip[@]}" --only-binary :all: "torch==$torch"

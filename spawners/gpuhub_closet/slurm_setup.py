@@ -14,9 +14,9 @@ from pathlib import Path
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.common.required_programs import find_missing_packages
-from gpuhub.config import identity
 from gpuhub.config.slurm import SlurmSettings
-from gpuhub.config.users import UserSettings
+from gpuhub.config.users import identity
+from gpuhub.config.users.users import UserSettings
 from gpuhub_closet import shell
 from gpuhub_closet.paths import node_paths, slurm_folder
 from gpuhub_closet.slurm_config import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker.container_spec import (
     ContainerContext,
     ContainerSpec,

@@ -8,7 +8,7 @@ from pydantic import StringConstraints
 
 from gpuhub.common.units import Size, Span
 from gpuhub.config.base import Port, SettingsTable
-from gpuhub.config.network import HubSettings
+from gpuhub.config.machines.network import HubSettings
 
 
 class MonitoringSettings(SettingsTable):

@@ -20,25 +20,25 @@ from pydantic import AfterValidator, StringConstraints, ValidationError, model_v
 from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
 from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
-from gpuhub.config.circuits import CircuitSettings, find_circuit_mistakes
+from gpuhub.config.containers.idle import IdleSettings, find_idle_mistakes
+from gpuhub.config.containers.images import ImageSettings
+from gpuhub.config.containers.jobs import JobSettings
+from gpuhub.config.containers.profiles import ProfileSettings, unsatisfiable_profiles
+from gpuhub.config.containers.services import ServiceSettings, find_service_mistakes
 from gpuhub.config.costs import CostSettings, find_cost_mistakes
 from gpuhub.config.database import DatabaseSettings
-from gpuhub.config.guests import GuestSettings, find_guest_mistakes
-from gpuhub.config.idle import IdleSettings, find_idle_mistakes
-from gpuhub.config.images import ImageSettings
-from gpuhub.config.jobs import JobSettings
-from gpuhub.config.login_keys import LoginSettings, explain_unknown_group, find_login_mistakes
+from gpuhub.config.machines.circuits import CircuitSettings, find_circuit_mistakes
+from gpuhub.config.machines.guests import GuestSettings, find_guest_mistakes
+from gpuhub.config.machines.network import HubSettings, NetworkSettings
+from gpuhub.config.machines.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
+from gpuhub.config.machines.power import LOCAL_SOCKETS, PowerSettings, find_power_mistakes
+from gpuhub.config.machines.storage import StorageSettings, serve_from
 from gpuhub.config.monitoring import MonitoringSettings, find_port_mistakes
-from gpuhub.config.network import HubSettings, NetworkSettings
-from gpuhub.config.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
 from gpuhub.config.notifications import NotificationSettings
 from gpuhub.config.own_address import find_own_address, find_source_address
-from gpuhub.config.power import LOCAL_SOCKETS, PowerSettings, find_power_mistakes
-from gpuhub.config.profiles import ProfileSettings, unsatisfiable_profiles
-from gpuhub.config.services import ServiceSettings, find_service_mistakes
 from gpuhub.config.slurm import SlurmSettings
-from gpuhub.config.storage import StorageSettings, serve_from
-from gpuhub.config.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
+from gpuhub.config.users.login_keys import LoginSettings, explain_unknown_group, find_login_mistakes
+from gpuhub.config.users.users import GroupSettings, LimitSettings, SchedulingSettings, UserSettings
 
 #: Managers of the Swarm where there are enough nodes.
 _SWARM_MANAGERS = 3

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NotFound, StorageUnavailable
-from gpuhub.config.identity import ARCHIVE_ROOT, UserIdentity, build_identity_archive
 from gpuhub.config.settings import StorageSettings
+from gpuhub.config.users.identity import ARCHIVE_ROOT, UserIdentity, build_identity_archive
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_spec import SCRATCH, ContainerSpec
 from gpuhub.tls.notebook_certificate import NotebookCertificate

@@ -13,10 +13,10 @@ from docker.types import DriverConfig, Mount, Ulimit
 from gpuhub.broker_api.schemas import LeaseView
 from gpuhub.common import names
 from gpuhub.common.names import NOTEBOOK_PORT
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.head_address import build_broker_url
-from gpuhub.config.identity import UserIdentity
-from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings, StorageSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker.security import (
     NO_CORE_DUMPS,
     ContainerLimits,

@@ -10,9 +10,9 @@ from docker.types import DeviceRequest, LogConfig, Ulimit
 
 from gpuhub.broker_api.schemas import ContainerSizeView
 from gpuhub.common.errors import SettingsError
-from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
-from gpuhub.config.identity import UserIdentity
+from gpuhub.config.containers.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.config.users.identity import UserIdentity
 
 _CPU_PERIOD_US = 100_000
 _MIB = 1024**2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from gpuhub.config.services import GATEWAY_ADDRESS, ServiceSettings
+from gpuhub.config.containers.services import GATEWAY_ADDRESS, ServiceSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls import internal_certificates, notebook_certificate
 

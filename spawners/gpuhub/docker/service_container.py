@@ -18,9 +18,9 @@ from docker.types import LogConfig, Mount
 
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, ImageMissing
-from gpuhub.config.identity import UserIdentity
-from gpuhub.config.services import ServiceSettings
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker import container_lifecycle, data_folder_script, networks, relay_script
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE

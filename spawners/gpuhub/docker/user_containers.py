@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from gpuhub.common import job_keys
 from gpuhub.common.paths import Paths
 from gpuhub.common.secrets import JOB_KEY, read_secret
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.head_address import find_head_address
-from gpuhub.config.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
 from gpuhub.docker.client import CallKind, DockerClients

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gpuhub.broker_api.schemas import IdleReason
 from gpuhub.common.errors import Conflict
 from gpuhub.common.units import format_span
-from gpuhub.config.idle import IdleSettings
+from gpuhub.config.containers.idle import IdleSettings
 from gpuhub.domain.models import LeaseRow
 
 #: Interval of a notebook's reports, seconds, and close to its end: the last one says that no cell runs.

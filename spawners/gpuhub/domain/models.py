@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from gpuhub.broker_api.schemas import JobState, LeaseState, NotificationKind, Purpose, SuspensionState, WorkerState
 from gpuhub.common.gpu import GpuRequirement
-from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
+from gpuhub.config.containers.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
 
 #: Size of a container with a share of a node of unknown size.
 _USUAL_CPU_MILLI = round(DEFAULT_CPUS * 1000)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from gpuhub.common.node_access import is_reserved, owner_group
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.config.users import GroupSettings, LimitSettings
+from gpuhub.config.users.users import GroupSettings, LimitSettings
 from gpuhub.scheduler.interface import Quota, QuotaLimits
 
 N = TypeVar("N", int, float)

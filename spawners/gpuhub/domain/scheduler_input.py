@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpuhub.broker_api.schemas import JobState, LeaseState, SuspensionState
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
 from gpuhub.common.node_access import find_request_groups
-from gpuhub.config.container_size import LEAST_CPU_MILLI
+from gpuhub.config.containers.container_size import LEAST_CPU_MILLI
 from gpuhub.domain import lease_states, suspension
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, SchedulingRequest

@@ -1,6 +1,6 @@
 """The kinds of login: JupyterHub's authenticator and its traits for each, and what `gpuhub up` checks and prints.
 
-A further kind needs a name (`config.users`), its keys (`config.login_keys`), a class beside `oauth` and
+A further kind needs a name (`config.users.users`), its keys (`config.users.login_keys`), a class beside `oauth` and
 `password_forms`, and its traits here.
 """
 
@@ -18,7 +18,7 @@ from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
 from gpuhub.common.secrets import read_private_file
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.config.users import LoginKind
+from gpuhub.config.users.users import LoginKind
 from gpuhub.login import oidc_discovery, rules
 from gpuhub.login.accounts import AccountBindings
 

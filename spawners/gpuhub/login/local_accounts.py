@@ -1,7 +1,8 @@
 """Names of the login that are accounts of the head node as well, reported before anything starts, and by the doctor.
 
-`config.identity` never gives a user such an account unless cluster.toml says so. What is found here needs a decision of
-the administrator: a user whose home belongs to the account, or whose home the head node cannot see, is refused.
+`config.users.identity` never gives a user such an account unless cluster.toml says so. What is found here needs a
+decision of the administrator: a user whose home belongs to the account, or whose home the head node cannot see, is
+refused.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from collections.abc import Iterable
 from gpuhub.common import names
 from gpuhub.common.errors import NotAllowed, SettingsError, StorageUnavailable
 from gpuhub.common.paths import Paths
-from gpuhub.config.identity import (
+from gpuhub.config.settings import ClusterSettings, UserSettings
+from gpuhub.config.users.identity import (
     describe_undecided,
     find_identity,
     find_ordinary_accounts,
     find_own_account,
     read_uids,
 )
-from gpuhub.config.settings import ClusterSettings, UserSettings
 from gpuhub.login import kinds
 from gpuhub.storage.homes import BLOCKING_CALLS, find_home
 

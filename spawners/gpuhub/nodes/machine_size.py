@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
+from gpuhub.config.containers.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.nodes.status import MachineSize
 from gpuhub.scheduler.interface import NodeCapacity

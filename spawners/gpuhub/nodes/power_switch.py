@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpuhub.common.errors import GpuhubError, SetupError
-from gpuhub.config.nodes import NodeSettings
-from gpuhub.config.power import PowerSettings
+from gpuhub.config.machines.nodes import NodeSettings
+from gpuhub.config.machines.power import PowerSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.sleep_container import send_to_sleep

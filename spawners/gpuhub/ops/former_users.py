@@ -15,8 +15,8 @@ from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NotAllowed, NotFound
 from gpuhub.common.paths import Paths
 from gpuhub.config.database import DatabaseSettings, build_database_url
-from gpuhub.config.identity import find_ordinary_accounts, find_own_account, read_uids, retire_uid
 from gpuhub.config.settings import ClusterSettings, NodeSettings
+from gpuhub.config.users.identity import find_ordinary_accounts, find_own_account, read_uids, retire_uid
 from gpuhub.docker.client import DockerClients
 from gpuhub.login.accounts import AccountBindings, describe_name_pattern, is_valid_name
 from gpuhub.login.kinds import find_bindings_file

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
-from gpuhub.config.container_size import LEAST_CPU_MILLI, LEAST_MEMORY_MIB
+from gpuhub.config.containers.container_size import LEAST_CPU_MILLI, LEAST_MEMORY_MIB
 from gpuhub.config.settings import SchedulingSettings
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.identity import find_account_name
+from gpuhub.config.users.identity import find_account_name
 from gpuhub.slurm_client import inventory, messages, parsers
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.job_control import FindName, UserNames, require_job, signal_until_ended

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.identity import find_account_name
 from gpuhub.config.slurm import SlurmSettings
+from gpuhub.config.users.identity import find_account_name
 from gpuhub.slurm_client.cli import SlurmCliClient
 from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.slurm_client.job_control import FindName

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuhub.config.profiles import ProfileSettings
+from gpuhub.config.containers.profiles import ProfileSettings
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
 from gpuhub.slurm_client.models import SlurmNode, SlurmSite, SlurmSubmission, Submitter

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
-from gpuhub.config.identity import UserIdentity, find_account_name
+from gpuhub.config.users.identity import UserIdentity, find_account_name
 from gpuhub.slurm_client.interface import SlurmClient, SlurmRefused
 from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, Submitter
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuhub.common.units import format_size, format_span
-from gpuhub.config.container_size import build_profile_size, build_worker_size
+from gpuhub.config.containers.container_size import build_profile_size, build_worker_size
 from gpuhub.config.settings import ClusterSettings, ProfileSettings, SlurmSettings
 from gpuhub.slurm_client.models import SlurmNode, SlurmPartition, SlurmSite
 

@@ -26,8 +26,8 @@ from gpuhub.common.errors import (
     Unavailable,
 )
 from gpuhub.common.paths import Paths
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.spawners.traits import check_values
 from gpuhub.storage.homes import prepare_user

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gpuhub.config.machines.storage import nfs_port
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.config.storage import nfs_port
 
 #: First line of files that gpuhub writes, and that it therefore may replace or remove.
 MARKER = "# Written by gpuhub ([storage] serve in cluster.toml): changes are lost."

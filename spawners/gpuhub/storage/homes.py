@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.common.errors import SetupError, StorageUnavailable
-from gpuhub.config.identity import (
+from gpuhub.config.settings import StorageSettings, UserSettings
+from gpuhub.config.users.identity import (
     UserIdentity,
     describe_undecided,
     find_identity,
     find_ordinary_accounts,
     retired_name,
 )
-from gpuhub.config.settings import StorageSettings, UserSettings
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber, find_servers
 

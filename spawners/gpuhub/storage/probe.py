@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from gpuhub.common.errors import StorageUnavailable
-from gpuhub.config.storage import nfs_port, nfs_version
+from gpuhub.config.machines.storage import nfs_port, nfs_version
 from gpuhub.storage.blocking_calls import BlockingCallPool
 
 #: The program number of NFS.

@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.head_address import format_host
-from gpuhub.config.network import HubSettings
+from gpuhub.config.machines.network import HubSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls import authority
 from gpuhub.tls.authority import CertificateAuthority, format_fingerprint, parse_address

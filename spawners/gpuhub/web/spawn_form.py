@@ -16,7 +16,7 @@ from gpuhub.broker_api.schemas import ClusterView, HolderView, PartitionView, Pr
 from gpuhub.common.errors import GpuhubError
 from gpuhub.common.gpu import describe_gpus
 from gpuhub.common.units import format_size, format_span
-from gpuhub.config.profiles import gpu_requirement
+from gpuhub.config.containers.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.domain import owner_limits
 from gpuhub.storage.home_usage import HomeUsage, read_home_usage

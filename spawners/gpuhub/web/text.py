@@ -26,7 +26,7 @@ from gpuhub.broker_api.schemas.limits import UserLimits
 from gpuhub.common.gpu import GpuSpec, parse_capability
 from gpuhub.common.node_access import describe_access
 from gpuhub.common.units import format_span
-from gpuhub.config.profiles import gpu_requirement
+from gpuhub.config.containers.profiles import gpu_requirement
 from gpuhub.config.settings import ProfileSettings
 
 

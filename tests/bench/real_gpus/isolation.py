@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from gpuhub.config.identity import UserIdentity
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker.security import ContainerLimits, build_gpu_environment, build_security_options
 from tests.bench.real_gpus.nodes import Node
 

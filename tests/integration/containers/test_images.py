@@ -13,7 +13,7 @@ import docker
 import pytest
 
 from gpuhub.config import settings
-from gpuhub.config.images import ImageSettings
+from gpuhub.config.containers.images import ImageSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.ops.images import inventory
 from gpuhub.ops.images.build_plan import read_sources

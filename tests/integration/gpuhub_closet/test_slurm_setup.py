@@ -10,7 +10,7 @@ from gpuhub.backends.plugin import find_capabilities
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.config.users import UserSettings
+from gpuhub.config.users.users import UserSettings
 from gpuhub.ops.deploy import cluster_choice
 from gpuhub_closet import provider, slurm_daemons, slurm_setup
 from gpuhub_closet.cluster_file import SLURM_API, format_cluster

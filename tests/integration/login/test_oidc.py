@@ -20,7 +20,7 @@ import pytest
 
 from gpuhub.common.errors import NotAllowed, SetupError
 from gpuhub.config import settings
-from gpuhub.config.identity import allocate_uid, find_identity
+from gpuhub.config.users.identity import allocate_uid, find_identity
 from gpuhub.ops import former_users
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.storage.homes import prepare_user

@@ -17,7 +17,7 @@ import pytest
 from gpuhub.cli.console import AdminConsole
 from gpuhub.common.errors import GpuhubError, InvalidRequest, SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config.nodes import ExpectedGpus, NodeSettings
+from gpuhub.config.machines.nodes import ExpectedGpus, NodeSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.ssh import scan_host_keys
 from gpuhub.ops.provision.ssh_session import SshSession, parse_target

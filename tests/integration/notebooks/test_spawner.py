@@ -15,7 +15,7 @@ from gpuhub.broker_api.schemas import LeaseRequest, LeaseState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, NotFound
 from gpuhub.config import settings
-from gpuhub.config.profiles import ProfileSettings
+from gpuhub.config.containers.profiles import ProfileSettings
 from gpuhub.docker import container_spec, networks
 from gpuhub.docker.swarm import membership
 from gpuhub.docker.user_containers import WorkerSpec, start_worker

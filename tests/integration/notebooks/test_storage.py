@@ -20,8 +20,8 @@ from gpuhub.broker.controllers.volume_gc import Volume, parse_volumes
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, SetupError, StorageUnavailable
-from gpuhub.config.identity import find_identity
 from gpuhub.config.settings import StorageSettings
+from gpuhub.config.users.identity import find_identity
 from gpuhub.docker import container_lifecycle
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.user_containers import CourierSpec, WorkerSpec, start_courier, start_worker

@@ -14,7 +14,7 @@ import pytest
 
 from gpuhub.backends.slurm.backend import SlurmBackend
 from gpuhub.common import names
-from gpuhub.config.profiles import ProfileSettings
+from gpuhub.config.containers.profiles import ProfileSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.interface import SlurmClient

@@ -12,8 +12,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from gpuhub.common.names import NOTEBOOK_PORT
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_worker_spec

@@ -13,9 +13,9 @@ from gpuhub.broker_api.schemas import Capabilities, PartitionView
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
-from gpuhub.config.identity import find_user_name
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.config.slurm import find_missing_docker, find_slurm_mistakes
+from gpuhub.config.users.identity import find_user_name
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.models import LIVE_STATES
 from gpuhub.slurm_client.site import check_site, find_terms

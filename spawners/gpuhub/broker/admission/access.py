@@ -18,7 +18,7 @@ from gpuhub.broker import audit
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import TooManyStreams
 from gpuhub.common.errors import Conflict, NotAllowed, NotFound
-from gpuhub.config.services import ServiceSettings
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.domain.models import Identity, JobRow, LeaseRow
 from gpuhub.domain.owner_limits import list_groups
 

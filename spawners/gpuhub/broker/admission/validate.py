@@ -14,7 +14,7 @@ from gpuhub.common import gpu
 from gpuhub.common.errors import InvalidRequest, NotAllowed
 from gpuhub.common.names import DEFAULT_IMAGE
 from gpuhub.common.units import format_span
-from gpuhub.config.container_size import SizeRequest, build_profile_size, build_size_request
+from gpuhub.config.containers.container_size import SizeRequest, build_profile_size, build_size_request
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.domain import job_states, owner_limits
 from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest, new_id

@@ -18,8 +18,8 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError
 from gpuhub.common.units import format_span
-from gpuhub.config.nodes import NodeSettings
-from gpuhub.config.power import PowerSettings
+from gpuhub.config.machines.nodes import NodeSettings
+from gpuhub.config.machines.power import PowerSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.domain.power_policy import choose_needed
 from gpuhub.nodes import power_switch

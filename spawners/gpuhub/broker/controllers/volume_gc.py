@@ -16,8 +16,8 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.common.units import format_span
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_lifecycle import find_used_volumes
 from gpuhub.docker.container_spec import build_mounts

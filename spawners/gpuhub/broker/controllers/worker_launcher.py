@@ -15,8 +15,8 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import JobState, WorkerState
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.common.units import format_size
-from gpuhub.config.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
-from gpuhub.config.services import ServiceSettings
+from gpuhub.config.containers.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.security import WorkerSize
 from gpuhub.docker.service_access import find_offered_services

@@ -30,8 +30,8 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.common.node_access import find_request_groups
-from gpuhub.config.container_size import build_profile_size
-from gpuhub.config.profiles import gpu_requirement
+from gpuhub.config.containers.container_size import build_profile_size
+from gpuhub.config.containers.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.domain import reservations
 from gpuhub.domain.models import LeaseRow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from gpuhub.config.container_size import build_profile_size
+from gpuhub.config.containers.container_size import build_profile_size
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.machine_size import add_machine_size

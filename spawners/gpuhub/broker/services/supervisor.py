@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from gpuhub.broker_api.schemas.services import ServiceState
 from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable, Unavailable
-from gpuhub.config.services import ServiceSettings, find_service_node
+from gpuhub.config.containers.services import ServiceSettings, find_service_node
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import service_container
 from gpuhub.docker.client import DockerClients

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpuhub.broker.state.capacity import Capacity
 from gpuhub.broker.state.ledger import Ledger
 from gpuhub.broker_api.schemas import ActivityReport, LeaseState, Purpose
-from gpuhub.config.idle import IdleSettings
+from gpuhub.config.containers.idle import IdleSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import idle_policy, lease_states, suspension
 from gpuhub.domain.clock import Clock

@@ -21,7 +21,8 @@ from gpuhub.common import secrets
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.open_files import describe_low_limit, raise_open_file_limit
 from gpuhub.common.paths import Paths
-from gpuhub.config import profiles, settings
+from gpuhub.config import settings
+from gpuhub.config.containers import profiles
 from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
 from gpuhub.docker import esp_probe, networks
 from gpuhub.docker.client import DockerClients

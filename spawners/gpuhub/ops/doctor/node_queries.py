@@ -17,9 +17,9 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, ImageMissing, NotFound
 from gpuhub.common.paths import Paths
 from gpuhub.config.head_address import find_head_address
-from gpuhub.config.identity import find_known_uids
+from gpuhub.config.machines.storage import parse_nfs_options
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.config.storage import parse_nfs_options
+from gpuhub.config.users.identity import find_known_uids
 from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import BASE_IMAGE

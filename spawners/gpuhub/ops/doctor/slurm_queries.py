@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gpuhub.common.errors import GpuhubError
 from gpuhub.common.paths import Paths
-from gpuhub.config.identity import find_known_uids
 from gpuhub.config.settings import ClusterSettings, NodeSettings, SlurmSettings
+from gpuhub.config.users.identity import find_known_uids
 from gpuhub.ops.doctor import slurm_checks
 from gpuhub.ops.doctor.findings import Finding
 from gpuhub.ops.doctor.node_checks import NodeEnvironment

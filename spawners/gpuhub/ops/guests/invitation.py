@@ -15,7 +15,7 @@ from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.base import describe_mistakes
-from gpuhub.config.guests import SSH_PORT, SSH_USER, GuestSettings
+from gpuhub.config.machines.guests import SSH_PORT, SSH_USER, GuestSettings
 from gpuhub.config.settings import NodeSettings
 from gpuhub.docker.ssh import ssh_files
 from gpuhub.ops.console import OperatorConsole

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config.guests import SSH_PORT, GuestSettings
+from gpuhub.config.machines.guests import SSH_PORT, GuestSettings
 from gpuhub.ops.guests.registry import Guest
 
 #: MTU of WireGuard over Ethernet, bytes. Routes to guests with a smaller one have their own.

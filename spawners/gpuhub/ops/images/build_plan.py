@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.images import ImageSettings
+from gpuhub.config.containers.images import ImageSettings
 
 _IGNORED = {
     "__pycache__",

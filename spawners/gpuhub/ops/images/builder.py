@@ -17,7 +17,7 @@ import docker.errors
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.names import LABEL_DEBIAN
-from gpuhub.config.images import ImageSettings
+from gpuhub.config.containers.images import ImageSettings
 from gpuhub.ops.images import build_plan
 from gpuhub.ops.images.build_plan import ImagePlan, ImageSources
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep

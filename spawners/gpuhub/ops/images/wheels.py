@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.images import ImageSettings
+from gpuhub.config.containers.images import ImageSettings
 from gpuhub.ops.images.build_plan import hash_parts, read_tree
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, run_with_progress
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from gpuhub.common.errors import GpuhubError, NotAllowed, SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config.identity import find_identity, find_known_uids
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.config.users import UserSettings
+from gpuhub.config.users.identity import find_identity, find_known_uids
+from gpuhub.config.users.users import UserSettings
 from gpuhub.ops.console import OperatorConsole
 from gpuhub.ops.slurm.machines import ScriptRunner, SlurmMachine, on_all, open_machines
 

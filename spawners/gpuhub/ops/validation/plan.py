@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpuhub.broker_api.schemas import ClusterView, GpuState, GpuView, NodeState, NodeView, UsageView
 from gpuhub.common.errors import Conflict, InvalidRequest
-from gpuhub.config.users import UserSettings
+from gpuhub.config.users.users import UserSettings
 from gpuhub.ops.validation.report import Check, failed, info, passed
 
 #: Time that a job may take from the request to its end, besides what its program measures; seconds.

@@ -16,8 +16,8 @@ from gpuhub.broker_api.schemas import ClusterView, GpuState
 from gpuhub.common import names
 from gpuhub.common.errors import Unavailable
 from gpuhub.common.paths import Paths
-from gpuhub.config.identity import find_identity
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.users.identity import find_identity
 from gpuhub.docker.client import DockerClients
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.validation import checks

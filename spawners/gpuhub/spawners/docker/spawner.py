@@ -17,8 +17,8 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.common.log_text import escape_output
 from gpuhub.config import head_address
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ProfileSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import ContainerSpec

@@ -15,8 +15,8 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, ImageMissing, InvalidRequest, NodeUnreachable
 from gpuhub.common.names import NOTEBOOK_PORT
 from gpuhub.config.head_address import format_host, url_scheme
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_lifecycle import translate_mount_errors

@@ -27,10 +27,10 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
 from gpuhub.common.paths import Paths
 from gpuhub.config import head_address
-from gpuhub.config.container_size import build_profile_size
-from gpuhub.config.identity import UserIdentity
-from gpuhub.config.profiles import gpu_requirement
+from gpuhub.config.containers.container_size import build_profile_size
+from gpuhub.config.containers.profiles import gpu_requirement
 from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
 from gpuhub.slurm_client.gpu_selection import build_submission, select_gpus
 from gpuhub.slurm_client.interface import SlurmClient

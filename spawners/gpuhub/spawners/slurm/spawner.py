@@ -15,9 +15,9 @@ from jupyterhub import orm
 from gpuhub.broker_api.schemas import LeaseState, LeaseView
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config import head_address
-from gpuhub.config.container_size import build_profile_size
-from gpuhub.config.identity import UserIdentity
+from gpuhub.config.containers.container_size import build_profile_size
 from gpuhub.config.settings import ProfileSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker.security import refuse_gpu_variables
 from gpuhub.slurm_client.interface import SlurmUnreachable
 from gpuhub.slurm_client.job_control import find_lease_job

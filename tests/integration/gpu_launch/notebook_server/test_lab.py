@@ -15,8 +15,8 @@ from playwright.sync_api import Browser, Page, Response, expect
 
 from gpu_launch.common import run_folder
 from gpu_launch.recipes import run_record
-from gpuhub.config.profiles import ProfileSettings
-from gpuhub.config.users import UserSettings
+from gpuhub.config.containers.profiles import ProfileSettings
+from gpuhub.config.users.users import UserSettings
 from tests.support.broker.in_process import Running, Setting, served_broker
 from tests.support.browser.chromium import chromium
 from tests.support.docker.simulated_nodes import build_cluster

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SetupError, StorageUnavailable
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.storage import homes
 from gpuhub.storage.homes import ensure_home, find_home
 

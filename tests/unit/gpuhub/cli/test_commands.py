@@ -19,7 +19,7 @@ from gpuhub.cli.options import BrokerAction, BrokerRunner, parse_time
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SetupError
 from gpuhub.common.log_text import escape_lines
 from gpuhub.common.paths import Paths
-from gpuhub.config.services import ServiceSettings
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.domain.models import Identity
 from gpuhub.ops.broker_connection import connect_to_broker

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SettingsError
-from gpuhub.config import images, jobs, login_keys, network, nodes, profiles, settings, storage, users
-from gpuhub.config import profiles as profiles_module
+from gpuhub.config import settings
+from gpuhub.config.containers import images, jobs, profiles
+from gpuhub.config.containers import profiles as profiles_module
+from gpuhub.config.machines import network, nodes, storage
+from gpuhub.config.users import login_keys, users
 from tests.support.clusters import build_cluster
 
 EXAMPLE = Path(__file__).parents[4] / "cluster.example.toml"

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SettingsError
-from gpuhub.config import settings, slurm, users
+from gpuhub.config import settings, slurm
 from gpuhub.config.slurm import SlurmSettings
+from gpuhub.config.users import users
 
 GOOD = """
 engine = "slurm"

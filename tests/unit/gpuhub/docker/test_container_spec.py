@@ -11,7 +11,7 @@ import pytest
 
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
-from gpuhub.config.services import ServiceSettings
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings, StorageSettings
 from gpuhub.docker.container_spec import (
     ContainerSpec,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpuhub.broker_api.schemas import IdleReason, Purpose
 from gpuhub.common.errors import Conflict
-from gpuhub.config.idle import IdleSettings
+from gpuhub.config.containers.idle import IdleSettings
 from gpuhub.domain import idle_policy
 from gpuhub.domain.idle_policy import IdleAssessment, IdleObservation
 from gpuhub.domain.models import LeaseRow, ResourceRequest

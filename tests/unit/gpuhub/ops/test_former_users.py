@@ -15,8 +15,8 @@ from gpuhub.broker.db.store import Store
 from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NodeUnreachable, NotAllowed, SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config.identity import choose_uid, read_uids
 from gpuhub.config.settings import ClusterSettings, StorageSettings, UserSettings
+from gpuhub.config.users.identity import choose_uid, read_uids
 from gpuhub.domain.notifications import build_test
 from gpuhub.login.accounts import AccountBindings
 from gpuhub.ops import former_users

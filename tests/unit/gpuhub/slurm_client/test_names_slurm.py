@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuhub.config.identity import UserIdentity
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.slurm_client.job_control import build_submitter, find_lease_job
 from gpuhub.slurm_client.models import SlurmJob, SlurmJobState, Submitter
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import NotAllowed, StorageUnavailable
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings, UserSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.storage import homes
 from gpuhub.storage.blocking_calls import BlockingCallPool
 from gpuhub.storage.probe import NfsProber

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config.network import HubSettings
+from gpuhub.config.machines.network import HubSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls import authority, public_access
 from gpuhub.tls.internal_certificates import CertificateFiles

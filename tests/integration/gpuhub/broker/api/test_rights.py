@@ -15,7 +15,7 @@ from gpuhub.broker.app import PREFIX
 from gpuhub.broker.db.outbox import DestinationRow
 from gpuhub.broker.operations.notebook_shares import build_notebook_id
 from gpuhub.common import names
-from gpuhub.config.services import ServiceSettings
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.domain.models import OutputShareRow
 from gpuhub.domain.owner_limits import OwnLimits

@@ -16,7 +16,7 @@ from gpu_launch.common import service_gateway
 from gpuhub.broker.admission import access
 from gpuhub.broker.ports import headers
 from gpuhub.common import job_keys
-from gpuhub.config.services import GATEWAY_ADDRESS, ServiceSettings
+from gpuhub.config.containers.services import GATEWAY_ADDRESS, ServiceSettings
 from gpuhub.docker.service_access import build_service_environment
 from gpuhub.docker.user_containers import WorkerSpec
 from tests.support.broker.in_process import JOB_SECRET, Running, Setting, served_broker

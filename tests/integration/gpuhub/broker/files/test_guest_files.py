@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.config.services import ServiceSettings
+from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.settings import GuestSettings
 from gpuhub.nodes.guest_readings import REFUSED
 from tests.support.broker.calls import ask, post, read, wait_for_state

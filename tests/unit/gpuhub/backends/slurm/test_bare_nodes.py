@@ -6,7 +6,7 @@ import pytest
 
 from gpuhub.backends.slurm.bare_nodes import build_node, find_clear_nodes, may_run
 from gpuhub.broker_api.schemas import LeaseState
-from gpuhub.config.nodes import ExpectedGpus
+from gpuhub.config.machines.nodes import ExpectedGpus
 from gpuhub.domain import lease_states
 from gpuhub.domain.models import LeasedGpu, LeaseRow
 from gpuhub.nodes.status import NodeStatus

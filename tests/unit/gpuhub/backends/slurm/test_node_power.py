@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.backends.slurm.node_power import parse_power
-from gpuhub.config.power import NodePowerSettings
+from gpuhub.config.machines.power import NodePowerSettings
 from gpuhub.nodes.gpu_health import assess_node
 from tests.support.slurm.scripted_backend import BrokerEnvironment, slurm_cluster
 

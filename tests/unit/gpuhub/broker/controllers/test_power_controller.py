@@ -15,7 +15,7 @@ import pytest
 
 from gpuhub.broker.controllers import node_controller, power_controller
 from gpuhub.common import names
-from gpuhub.config.power import NodePowerSettings
+from gpuhub.config.machines.power import NodePowerSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.nodes.power_status import PowerState
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state

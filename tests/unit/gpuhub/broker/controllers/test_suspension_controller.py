@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuhub.broker.controllers import idle_controller, node_controller, suspension_controller
-from gpuhub.config.idle import ProfileIdleSettings
+from gpuhub.config.containers.idle import ProfileIdleSettings
 from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings
 from gpuhub.domain import lease_states
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state

@@ -15,8 +15,8 @@ from gpuhub.broker.controllers.volume_gc import (
     parse_volumes,
 )
 from gpuhub.common import names
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import StorageSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker.container_lifecycle import find_used_volumes
 from gpuhub.docker.container_spec import build_mounts
 from tests.support.broker.calls import ask

@@ -9,7 +9,7 @@ import pytest
 from gpuhub.broker.admission import submit
 from gpuhub.broker.controllers import deadlines, node_controller, server_restarter
 from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
-from gpuhub.config.users import GroupSettings, LimitSettings
+from gpuhub.config.users.users import GroupSettings, LimitSettings
 from gpuhub.domain import reconcile
 from gpuhub.domain.rate_limit import RateLimit
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state

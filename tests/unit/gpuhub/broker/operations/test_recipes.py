@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.broker.operations.recipes import MAX_BYTES, MAX_FILES, RecipeOperations
-from gpuhub.config.jobs import JobSettings
+from gpuhub.config.containers.jobs import JobSettings
 from tests.support.broker.calls import read
 from tests.support.broker.in_process import Setting, asgi_broker
 from tests.support.docker.simulated_nodes import build_cluster

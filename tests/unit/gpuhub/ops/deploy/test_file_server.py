@@ -9,9 +9,9 @@ import pytest
 
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
-from gpuhub.config.network import NetworkSettings
+from gpuhub.config.machines.network import NetworkSettings
+from gpuhub.config.machines.storage import serve_from
 from gpuhub.config.settings import ClusterSettings, StorageSettings
-from gpuhub.config.storage import serve_from
 from gpuhub.ops.deploy import file_server
 from gpuhub.ops.deploy.file_server import ensure_exports, find_export_problems
 from gpuhub.ops.deploy.programs import Supervisor

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.images import ImageSettings
+from gpuhub.config.containers.images import ImageSettings
 from gpuhub.ops.images import build_plan, builder, wheels
 from tests.support.product import ROOT
 

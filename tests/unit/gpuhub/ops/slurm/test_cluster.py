@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SetupError
-from gpuhub.config.nodes import ExpectedGpus, NodeSettings
+from gpuhub.config.machines.nodes import ExpectedGpus, NodeSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.slurm.cluster import SlurmFeatures, build_cluster, find_models, read_secrets
 from gpuhub.ops.slurm.files import JWT_KEY, MUNGE_KEY, SLURMDBD_CONF

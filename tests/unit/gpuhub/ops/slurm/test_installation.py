@@ -13,7 +13,7 @@ from gpuhub.cli.console import AdminConsole
 from gpuhub.common.errors import GpuhubError, InvalidRequest, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
-from gpuhub.config.nodes import NodeSettings
+from gpuhub.config.machines.nodes import NodeSettings
 from gpuhub.ops.doctor.node_facts import GpuFacts
 from gpuhub.ops.provision import node_access
 from gpuhub.ops.slurm import installation

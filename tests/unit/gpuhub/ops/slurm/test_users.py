@@ -9,7 +9,7 @@ import pytest
 
 from gpuhub.cli.console import AdminConsole
 from gpuhub.common.errors import SetupError
-from gpuhub.config.users import UserSettings
+from gpuhub.config.users.users import UserSettings
 from gpuhub.ops.slurm.users import (
     MachineAccounts,
     NodeAccount,

@@ -9,7 +9,7 @@ import pytest
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.broker_api.schemas import Capabilities, ClusterView, CordonRequest, NodeState
 from gpuhub.common.errors import Conflict, InvalidRequest
-from gpuhub.config.users import UserSettings
+from gpuhub.config.users.users import UserSettings
 from gpuhub.ops.validation.plan import build_plan, choose_user
 from gpuhub.ops.validation.report import Outcome
 from tests.support.broker.calls import ask

@@ -11,8 +11,8 @@ import pytest
 from gpuhub.broker_api.schemas import LeaseRequest
 from gpuhub.common.errors import Conflict, InvalidRequest
 from gpuhub.common.names import slurm_container_id
-from gpuhub.config.identity import UserIdentity
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.users.identity import UserIdentity
 from gpuhub.slurm_client.models import (
     SlurmJob,
     SlurmJobState,

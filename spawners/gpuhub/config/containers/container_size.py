@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuhub.config.jobs import JobSettings
-from gpuhub.config.profiles import ProfileSettings
+from gpuhub.config.containers.jobs import JobSettings
+from gpuhub.config.containers.profiles import ProfileSettings
 
 #: What a container gets where the size of its node is not known, and at most without a GPU: cores and bytes.
 DEFAULT_CPUS = 4.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuhub.config.idle import IdleSettings, ProfileIdleSettings, find_idle_mistakes
+from gpuhub.config.containers.idle import IdleSettings, ProfileIdleSettings, find_idle_mistakes
 from gpuhub.config.settings import ProfileSettings
 from tests.support.docker.simulated_nodes import build_cluster
 

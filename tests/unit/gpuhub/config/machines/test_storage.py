@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from gpuhub.config.machines.storage import check_nfs_options, is_read_only, nfs_port, nfs_version, parse_nfs_options
 from gpuhub.config.settings import StorageSettings
-from gpuhub.config.storage import check_nfs_options, is_read_only, nfs_port, nfs_version, parse_nfs_options
 
 GOOD = [
     "",

@@ -14,8 +14,8 @@ from gpuhub.common.units import Span, Span0, format_span
 from gpuhub.config.base import SettingsTable
 
 if TYPE_CHECKING:
-    from gpuhub.config.nodes import NodeSettings
-    from gpuhub.config.storage import StorageSettings
+    from gpuhub.config.machines.nodes import NodeSettings
+    from gpuhub.config.machines.storage import StorageSettings
 
 #: Sockets of the head node's own Docker daemon.
 LOCAL_SOCKETS = frozenset({"unix:///run/docker.sock", "unix:///var/run/docker.sock"})

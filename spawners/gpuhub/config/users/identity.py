@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NotAllowed, SetupError
-from gpuhub.config.users import UserSettings
+from gpuhub.config.users.users import UserSettings
 
 #: First UID and GID of ordinary accounts. Those below belong to the system (`docker`, `disk`, `shadow` …), and their
 #: rights must not reach into containers.

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import StringConstraints, field_validator
 
 from gpuhub.config.base import Port, SettingsTable
-from gpuhub.config.nodes import NodeSettings
+from gpuhub.config.machines.nodes import NodeSettings
 
 #: Guests' sshd, on the WireGuard address alone.
 SSH_PORT = 8022

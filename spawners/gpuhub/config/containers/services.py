@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from gpuhub.common.units import Size
 from gpuhub.config.base import GroupName, ListOf, NodeName, Number, Port, SettingsTable, Text, UserName
-from gpuhub.config.nodes import NodeSettings
-from gpuhub.config.storage import StorageSettings
+from gpuhub.config.machines.nodes import NodeSettings
+from gpuhub.config.machines.storage import StorageSettings
 
 #: Most services of a cluster.
 MAX_SERVICES = 32

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NotAllowed
-from gpuhub.config import identity
-from gpuhub.config.identity import (
+from gpuhub.config.settings import UserSettings
+from gpuhub.config.users import identity
+from gpuhub.config.users.identity import (
     UserIdentity,
     allocate_uid,
     build_identity_archive,
@@ -26,8 +27,7 @@ from gpuhub.config.identity import (
     find_known_uids,
     find_user_name,
 )
-from gpuhub.config.settings import UserSettings
-from gpuhub.config.users import LOGINS_WITH_ACCOUNTS
+from gpuhub.config.users.users import LOGINS_WITH_ACCOUNTS
 
 UID_FIRST = 1_900_000_000
 USERS = UserSettings(allowed=("ada",), uid_first=UID_FIRST)

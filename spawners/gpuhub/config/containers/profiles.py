@@ -23,7 +23,7 @@ from gpuhub.config.base import (
     SlurmName,
     Text,
 )
-from gpuhub.config.idle import ProfileIdleSettings
+from gpuhub.config.containers.idle import ProfileIdleSettings
 
 #: Name of an image, with its tag or digest.
 ImageName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,200}$")]

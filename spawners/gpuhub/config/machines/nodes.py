@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from gpuhub.common.node_access import guest_group, owner_group, scavenging_group
 from gpuhub.common.units import Size
 from gpuhub.config.base import GroupName, Label, ListOf, NodeName, Number, SettingsTable, SlurmName, Text, UserName
-from gpuhub.config.power import NodePowerSettings
+from gpuhub.config.machines.power import NodePowerSettings
 
 #: Path of a device for RDMA. The others of that folder manage the fabric and are root's.
 FabricDevice = Annotated[str, StringConstraints(pattern=r"^/dev/infiniband/(uverbs[0-9]{1,3}|rdma_cm)$")]

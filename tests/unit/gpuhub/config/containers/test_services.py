@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpuhub.config.base import describe_mistakes
-from gpuhub.config.services import MAX_SERVICES, ServiceSettings, find_service_node
+from gpuhub.config.containers.services import MAX_SERVICES, ServiceSettings, find_service_node
 from gpuhub.config.settings import ClusterSettings
 from tests.support.clusters import build_cluster
 

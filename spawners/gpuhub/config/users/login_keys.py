@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import field_validator
 
 from gpuhub.config.base import HostName, ListOf, SettingsTable, Text
-from gpuhub.config.users import LoginKind, UserSettings
+from gpuhub.config.users.users import LoginKind, UserSettings
 
 
 class LoginSettings(SettingsTable):

@@ -1,0 +1,1 @@
+"""Tables of cluster.toml about machines: nodes and guests, their power, network and storage."""

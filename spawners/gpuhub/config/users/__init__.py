@@ -1,0 +1,1 @@
+"""Tables of cluster.toml about people: users, groups and their login; users' identities on files."""
