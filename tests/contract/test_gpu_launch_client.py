@@ -15,8 +15,8 @@ import pytest
 from gpu_launch import environment
 from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.gpu_request import Amount, GpuRequest
 from gpu_launch.broker.holdings import CLUSTER, LAUNCH, RANKS, format_holdings
-from gpu_launch.broker.models import Amount, GpuRequest
 from gpu_launch.broker.own_jobs import cancel_jobs
 from gpu_launch.common import run_folder
 from gpu_launch.errors import BrokerError

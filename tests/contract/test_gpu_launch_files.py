@@ -13,7 +13,7 @@ import pytest
 
 from gpu_launch.broker import models
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.cli.connection.http import Connection, Transfer, open_tar
 from gpu_launch.cli.shell import open_shell

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gpu_launch.broker.models import Cluster, GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import Cluster
 from gpu_launch.prediction.memory_estimate import CardMemory
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from gpu_launch.broker import models
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.common.client_tls import load_own_tls
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError, UsageError

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.models import Gpu, GpuRequest, Job, Lease
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import Gpu, Job, Lease
 from gpu_launch.errors import BrokerError
 
 #: Names of jobs that a notebook requests for itself.

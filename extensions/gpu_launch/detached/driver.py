@@ -24,6 +24,7 @@ from typing import Any
 
 from gpu_launch import environment
 from gpu_launch.broker import models
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.holdings import Holding
 from gpu_launch.common import job_manifest, network, run_folder
 from gpu_launch.common.exchange import ExchangeFiles
@@ -75,7 +76,7 @@ def build_plan(options: LaunchOptions, workers: Sequence[models.Worker]) -> Laun
         includes_notebook=True,
         notebook_gpus=workers[0].gpus,
         exclude_nodes=(),
-        demand=models.GpuRequest(),
+        demand=GpuRequest(),
     )
 
 

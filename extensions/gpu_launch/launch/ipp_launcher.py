@@ -19,8 +19,8 @@ from traitlets import Integer, Unicode
 from gpu_launch import environment
 from gpu_launch.broker import models as wire
 from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.holdings import CLUSTER, format_holdings
-from gpu_launch.broker.models import GpuRequest
 from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch import plan as plan_module

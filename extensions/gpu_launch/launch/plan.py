@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from gpu_launch.broker.models import PREEMPTING, WAITING, Cluster, Gpu, GpuRequest, Job, Node
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import PREEMPTING, WAITING, Cluster, Gpu, Job, Node
 from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
 from gpu_launch.options.definition import LaunchOptions
@@ -192,7 +193,7 @@ def fit(plan: LaunchPlan, cluster: Cluster) -> LaunchPlan:
     own = ", ".join(plan.exclude_nodes)
     besides = f" other than this notebook's own, {own}" if own and not plan.includes_notebook else ""
     if not names:
-        closed = [node.name for node in cluster.nodes if not node.guest and not node.admits(plan.demand)]
+        closed = [node.name for node in cluster.nodes if not node.guest and not plan.demand.may_use(node)]
         restricted = f" ({', '.join(closed)}: restricted to groups that you are not in)" if closed else ""
         if plan.demand.guests:
             restricted = " among the guests that take your jobs (--guests)"
@@ -215,7 +216,7 @@ def free_nodes(plan: LaunchPlan, cluster: Cluster, used: Collection[str] = ()) -
     return tuple(
         node.name
         for node in cluster.nodes
-        if node.admits(plan.demand)
+        if plan.demand.may_use(node)
         and node.name not in {*plan.exclude_nodes, *used}
         and plan.demand.count_usable([gpu for gpu in node.gpus if gpu.state == "free"]) >= plan.nproc_per_node
     )
@@ -223,7 +224,7 @@ def free_nodes(plan: LaunchPlan, cluster: Cluster, used: Collection[str] = ()) -
 
 def _list_admitting(plan: LaunchPlan, cluster: Cluster) -> list[Node]:
     """Return the nodes on which the user's workers may be placed."""
-    return [node for node in cluster.nodes if node.admits(plan.demand) and node.name not in plan.exclude_nodes]
+    return [node for node in cluster.nodes if plan.demand.may_use(node) and node.name not in plan.exclude_nodes]
 
 
 def _able_nodes(plan: LaunchPlan, cluster: Cluster) -> list[str]:

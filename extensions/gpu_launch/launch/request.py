@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.models import Cluster, GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import Cluster
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo, StartMethod
 from gpu_launch.common.run_folder import shorten_path

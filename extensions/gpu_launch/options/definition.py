@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.options import value_types as types
 
 

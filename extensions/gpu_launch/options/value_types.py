@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from gpu_launch import units
-from gpu_launch.broker.models import Amount
+from gpu_launch.broker.gpu_request import Amount
 from gpu_launch.errors import UsageError
 from gpu_launch.training.comm_modes import AUTO, CommMode
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.holdings import format_holdings, list_holdings
-from gpu_launch.broker.models import WAITING, Cluster, Gpu, GpuRequest, Job
+from gpu_launch.broker.models import WAITING, Cluster, Gpu, Job
 from gpu_launch.cli import follow, job_lookup, tables
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.jobs import build_port_url, list_own_jobs, note_port

@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 
 import pathspec
 
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.cli.context import Context
 from gpu_launch.common import job_manifest
 from gpu_launch.detached import job_files

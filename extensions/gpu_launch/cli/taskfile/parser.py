@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from gpu_launch.broker.models import Amount
+from gpu_launch.broker.gpu_request import Amount
 from gpu_launch.cli.taskfile.accelerators import Accelerators
 from gpu_launch.cli.taskfile.document import YamlItem, parse_documents
 from gpu_launch.cli.taskfile.file_mounts import FileMount, parse_file_mounts

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gpu_launch.broker.models import Amount
+from gpu_launch.broker.gpu_request import Amount
 from gpu_launch.cli.taskfile.accelerators import Accelerators, parse_accelerators
 from gpu_launch.cli.taskfile.document import YamlItem
 from gpu_launch.cli.taskfile.keys import note_ignored, note_unused

@@ -8,7 +8,7 @@ import pytest
 
 from gpu_launch.broker import holdings, models
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.errors import BrokerError
 
 LARGE = {"uuid": "GPU-1", "node": "rig1", "model": "RTX 5090", "memory_mib": 32_607}

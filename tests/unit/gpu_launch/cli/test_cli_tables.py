@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpu_launch.broker.models import Cluster, Gpu, GpuRequest, Job, Node, Worker, parse_gpu
+from gpu_launch.broker.gpu_request import GpuRequest
+from gpu_launch.broker.models import Cluster, Gpu, Job, Node, Worker, parse_gpu
 from gpu_launch.cli import job_lookup, tables
 from gpu_launch.cli.submission import job_submission
 from gpu_launch.errors import UsageError

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from gpu_launch import environment
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.launch.experiment_log import ExperimentLog, ExperimentSettings, find_settings
 from gpu_launch.launch.plan import make_plan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest

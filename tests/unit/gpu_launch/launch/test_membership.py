@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from gpu_launch.broker import models
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.launch.membership import (

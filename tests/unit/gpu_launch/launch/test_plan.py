@@ -8,7 +8,7 @@ import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.models import Amount, GpuRequest
+from gpu_launch.broker.gpu_request import Amount, GpuRequest
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan

@@ -10,7 +10,7 @@ import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
-from gpu_launch.broker.models import GpuRequest
+from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership, StartMethod
 from gpu_launch.errors import UsageError

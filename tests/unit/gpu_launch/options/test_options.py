@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_launch
-from gpu_launch.broker.models import Amount, GpuRequest
+from gpu_launch.broker.gpu_request import Amount, GpuRequest
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command, definition
 from gpu_launch.options.definition import LaunchOptions

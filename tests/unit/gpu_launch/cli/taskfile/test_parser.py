@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_launch.broker.models import Amount
+from gpu_launch.broker.gpu_request import Amount
 from gpu_launch.cli.taskfile import parser
 from gpu_launch.cli.taskfile.accelerators import Accelerators
 from gpu_launch.errors import UsageError
