@@ -17,7 +17,8 @@ import click
 
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.cli.connection import credentials
-from gpu_launch.cli.connection.http import RETRY_LIMIT_S, Connection, Transfer, build_broker, fetch_user_name
+from gpu_launch.cli.connection.http import RETRY_LIMIT_S, Connection, Transfer, build_broker
+from gpu_launch.cli.connection.hub_api import fetch_user_name
 from gpu_launch.errors import GpuLaunchError
 
 #: Seconds between updates of the progress line.

@@ -10,7 +10,7 @@ import click
 
 from gpu_launch.cli import tables
 from gpu_launch.cli.connection import credentials
-from gpu_launch.cli.connection.http import check_hub, check_token, fetch_token_end
+from gpu_launch.cli.connection.hub_api import check_hub, check_token, fetch_token_end
 from gpu_launch.cli.context import Context, json_option, pass_context, terminal_columns
 from gpu_launch.errors import GpuLaunchError, UsageError
 

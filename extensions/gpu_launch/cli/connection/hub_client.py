@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_launch.cli.connection.credentials import Hub
-from gpu_launch.cli.connection.http import query_hub, request_hub
+from gpu_launch.cli.connection.hub_api import query_hub, request_hub
 from gpu_launch.errors import BrokerError, UsageError
 
 #: Answers of the hub to a start: the server runs, or its start goes on.
