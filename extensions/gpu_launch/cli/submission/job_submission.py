@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.holdings import format_holdings, list_holdings
-from gpu_launch.broker.models import WAITING, Cluster, Gpu, Job
+from gpu_launch.broker.models import WAITING, Cluster, Job
 from gpu_launch.cli import follow, job_lookup, tables
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.jobs import build_port_url, list_own_jobs, note_port
-from gpu_launch.cli.submission import upload
+from gpu_launch.cli.submission import node_layout, upload
 from gpu_launch.cli.submission.upload import JobSubmission, UploadSet, load_text, send_job
 from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.errors import UsageError
@@ -26,8 +25,6 @@ from gpu_launch.options.value_types import ArrayTasks
 from gpu_launch.output import text as render
 
 _MOST_NAME = 80
-#: States of a GPU and of a node.
-_FREE, _UP = "free", "up"
 
 
 def build_name(name: str, *, script: str) -> str:
@@ -155,12 +152,12 @@ def fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: Cluster
         raise UsageError("--array and --gpus exclude each other: each task of an array has one GPU.")
     options = replace(options, demand=plan.name_models(options.demand, cluster))
     if asked.gpus is not None:
-        nodes, each = choose_layout(asked.gpus, cluster, options.demand)
+        nodes, each = node_layout.choose_layout(asked.gpus, cluster, options.demand)
         options = replace(options, nnodes=nodes, least_nnodes=None, nproc_per_node=each)
     plan.check_array(options)
     plan.check_guests(options)
     least = options.nnodes if options.least_nnodes is None else options.least_nnodes
-    _check_layout(least, options.nproc_per_node, cluster, options.demand)
+    node_layout.check_layout(least, options.nproc_per_node, cluster, options.demand)
     return options
 
 
@@ -348,65 +345,3 @@ def format_plan(job: JobSubmission) -> str:
         ]
         lines.append(f"with:       {', '.join(names)}")
     return "\n".join(lines)
-
-
-def choose_layout(gpus: int, cluster: Cluster, demand: GpuRequest) -> tuple[int, int]:
-    """Return the numbers of nodes and of GPUs on each node, `gpus` in total.
-
-    The nodes are as few as possible, preferably free ones. All nodes get the same number, because torchrun counts ranks
-    that way.
-
-    Raises:
-        UsageError: The cluster never has such nodes.
-    """
-    layouts = [(gpus // each, each) for each in range(gpus, 0, -1) if gpus % each == 0]
-    for only_free in (True, False):
-        fitting = [layout for layout in layouts if _fits(layout, cluster, demand, only_free=only_free)]
-        if fitting:
-            return fitting[0]
-    available = sum(demand.accepts(gpu) for node in cluster.nodes for gpu in node.gpus)
-    one_model = ", all of one model" if demand.same_model else ""
-    raise UsageError(
-        f"--gpus {gpus}: the cluster has {demand.describe(available)}{one_model} in total, but not {gpus} of them on "
-        "nodes with the same number each. `gpu-launch status` shows them; --nnodes and --nproc-per-node set the "
-        "numbers exactly."
-    )
-
-
-def _check_layout(nodes: int, each: int, cluster: Cluster, demand: GpuRequest) -> None:
-    """Check that the cluster can have `nodes` nodes with `each` GPUs, however long the job waits.
-
-    Raises:
-        UsageError: The cluster is too small.
-    """
-    if _fits((nodes, each), cluster, demand, only_free=False):
-        return
-    demanded = demand.describe(each) + (", all of one model" if demand.same_model else "")
-    if nodes == 1:
-        raise UsageError(f"{demanded} is more than any node of the cluster has. gpu-launch status shows them.")
-    able_nodes = ", ".join(node.name for node in cluster.nodes if demand.count_usable(node.gpus) >= each)
-    raise UsageError(
-        f"{demanded} on each of {nodes} nodes is more than the cluster has: {able_nodes or 'no node'} could take part. "
-        "gpu-launch status shows them."
-    )
-
-
-def _fits(layout: tuple[int, int], cluster: Cluster, demand: GpuRequest, *, only_free: bool) -> bool:
-    nodes, each = layout
-    models = sorted({gpu.model for node in cluster.nodes for gpu in node.gpus}) if demand.same_model else [""]
-    for model in models:
-        able_nodes = 0
-        for node in cluster.nodes:
-            if node.guest != demand.guests:
-                continue
-            gpus = [gpu for gpu in node.gpus if not model or gpu.model == model]
-            usable = [gpu for gpu in gpus if not only_free or (node.state in ("", _UP) and _is_free(gpu))]
-            is_exclusive = not demand.exclusive or len(usable) == len(node.gpus)
-            able_nodes += is_exclusive and demand.count_usable(usable) >= each
-        if able_nodes >= nodes:
-            return True
-    return False
-
-
-def _is_free(card: Gpu) -> bool:
-    return card.state == _FREE if card.state else not card.holder

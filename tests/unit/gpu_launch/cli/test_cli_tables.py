@@ -1,4 +1,4 @@
-"""What the command line shows: tables, JSON, which job is meant, and the shape of a number of GPUs."""
+"""What the command line shows: tables, JSON, and which job is meant."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.models import Cluster, Gpu, Job, Node, Worker, parse_gpu
 from gpu_launch.cli import job_lookup, tables
-from gpu_launch.cli.submission import job_submission
 from gpu_launch.errors import UsageError
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -78,7 +76,14 @@ def test_table_fits_the_terminal_width() -> None:
 
 def test_json_output_of_a_job_has_stable_keys() -> None:
     """Scripts read them."""
-    worker = Worker(index=0, node="rig1", gpus=(_gpu("rig1"),), state="running", exit_code=None, message=None)
+    worker = Worker(
+        index=0,
+        node="rig1",
+        gpus=(Gpu(uuid="GPU-1", node="rig1", model="RTX 5090", memory_mib=32000),),
+        state="running",
+        exit_code=None,
+        message=None,
+    )
     told = tables.build_job_json(_job(name="train.py", workers=(worker,), created_at=NOW))
     assert json.loads(json.dumps(told)) == told
     assert set(told) == {
@@ -130,56 +135,6 @@ def test_unknown_or_ambiguous_job_is_refused(text: str, said: str) -> None:
 def test_jobs_are_listed_newest_first() -> None:
     """Whatever the order in which they came."""
     assert job_lookup.sort_newest_first(list(reversed(JOBS))) == list(JOBS)
-
-
-def _gpu(node: str, model: str = "RTX 5090", holder: str = "", state: str = "") -> Gpu:
-    return Gpu(uuid=f"{node}-{model}", node=node, model=model, memory_mib=32000, holder=holder, state=state)
-
-
-def _cluster(**nodes: str) -> Cluster:
-    """Nodes by their cards: `a` and `b` are models, capitals are held."""
-    return Cluster(
-        nodes=tuple(
-            Node(
-                name=name,
-                gpus=tuple(_gpu(name, card.lower(), holder="ben" if card.isupper() else "") for card in cards),
-                state="up",
-            )
-            for name, cards in nodes.items()
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("gpus", "cluster", "demand", "found"),
-    [
-        (4, _cluster(one="aaaa", two="aaaa"), GpuRequest(), (1, 4)),
-        (4, _cluster(one="aaAA", two="aaAA"), GpuRequest(), (2, 2)),
-        (4, _cluster(one="aaAA", two="aAAA"), GpuRequest(), (1, 4)),
-        (6, _cluster(one="aaaa", two="aaaa"), GpuRequest(), (2, 3)),
-        (2, _cluster(one="ab", two="a"), GpuRequest(same_model=True), (2, 1)),
-        (2, _cluster(one="aB", two="ab", three="a"), GpuRequest(exclusive=True), (1, 2)),
-        (2, _cluster(one="bb", two="a", three="a"), GpuRequest(models=("a",)), (2, 1)),
-        (5, _cluster(one="aaa", two="aaa"), GpuRequest(), None),
-    ],
-)
-def test_list_available_shapes(gpus: int, cluster: Cluster, demand: GpuRequest, found: tuple[int, int] | None) -> None:
-    """What is free on the fewest nodes, else what there can be on the fewest; never what cannot be."""
-    if found is not None:
-        assert job_submission.choose_layout(gpus, cluster, demand) == found
-        return
-    with pytest.raises(UsageError, match="--gpus 5: the cluster has 6 GPUs in total, but not 5 of them"):
-        job_submission.choose_layout(gpus, cluster, demand)
-
-
-def test_cordoned_nodes_and_failed_gpus_are_not_free() -> None:
-    """Nor a card that failed."""
-    nodes = (
-        Node(name="one", gpus=(_gpu("one", state="free"), _gpu("one", state="failed")), state="up"),
-        Node(name="two", gpus=(_gpu("two", state="free"),) * 2, state="draining"),
-        Node(name="three", gpus=(_gpu("three", state="free"),), state="up"),
-    )
-    assert job_submission.choose_layout(2, Cluster(nodes=nodes), GpuRequest()) == (2, 1)
 
 
 def test_idle_holder_is_marked() -> None:
