@@ -344,6 +344,6 @@ def _exchange(send: Mapping[str, Any] | None, returns: Sequence[str], call: Any)
     if not (send or returns or call):
         return None
     from gpu_launch.common import exchange
-    from gpu_launch.magics import magics
+    from gpu_launch.magics import notebook
 
-    return exchange.build_exchange(send=send, returns=returns, call=call, labels=magics.labels_here())
+    return exchange.build_exchange(send=send, returns=returns, call=call, labels=notebook.labels_here())

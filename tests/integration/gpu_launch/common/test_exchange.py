@@ -18,7 +18,7 @@ from traitlets.config import Config
 
 from gpu_launch.common import exchange
 from gpu_launch.errors import LaunchFailed, UsageError
-from gpu_launch.magics import magics
+from gpu_launch.magics import notebook
 
 pytestmark = pytest.mark.torch
 
@@ -96,7 +96,7 @@ def test_a_function_of_the_notebook_is_called_in_every_rank(shell, folder, run):
         store_history=True,
     )
     call = exchange.FunctionCall(function=shell.user_ns["train"], arguments=("RANK",), keywords={"scale": 2})
-    exchange.build_exchange(call=call, labels=magics.labels(shell)).write(folder)
+    exchange.build_exchange(call=call, labels=notebook.labels(shell)).write(folder)
     assert [end.stderr for end in run("", ranks=3)] == [""] * 3
     results, returned = exchange.collect_results(folder, 3)
     assert results == [shell.user_ns["Point"](x) for x in (10, 16, 22)]
@@ -117,7 +117,7 @@ def test_traceback_shows_the_lines_of_the_cell(shell, folder, run):
     shell.run_cell("1", store_history=True)
     shell.run_cell("# a comment\ndef train():\n    raise ValueError('bad é')", store_history=True)
     exchange.build_exchange(
-        call=exchange.FunctionCall(function=shell.user_ns["train"]), labels=magics.labels(shell)
+        call=exchange.FunctionCall(function=shell.user_ns["train"]), labels=notebook.labels(shell)
     ).write(folder)
     (end,) = run("")
     assert end.returncode == 1

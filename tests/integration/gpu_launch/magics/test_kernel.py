@@ -65,7 +65,7 @@ def test_functions_of_cells_are_labelled_by_their_cell(kernel):
     """The label does not depend on the kernel's name for the cell's file."""
     number = kernel.execute_interactive("def train():\n    pass", timeout=DEADLINE_S)["content"]["execution_count"]
     text, _ = run_cell(
-        kernel, "from gpu_launch.magics import magics\nprint(magics.labels_here()(train.__code__.co_filename))"
+        kernel, "from gpu_launch.magics import notebook\nprint(notebook.labels_here()(train.__code__.co_filename))"
     )
     assert text == f"Cell In[{number}]\n"
 
