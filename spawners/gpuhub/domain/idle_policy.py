@@ -56,9 +56,8 @@ class IdleAssessment:
 
 def assess(limits: IdleSettings, seen: IdleObservation) -> IdleAssessment | None:
     """Return how long the notebook has been idle and when it is stopped; None while it is not idle, or not known."""
-    if seen.is_busy or seen.report_age_s is None or seen.report_age_s > REPORT_TIMEOUT_S:
-        return None
-    spans = _list_spans(limits, seen)
+    inactive_s = find_inactive_s(seen)
+    spans = [] if inactive_s is None else _list_spans(limits, inactive_s, seen.unused_s)
     if not spans:
         return None
     left_s, idle_s, reason = min(spans)
@@ -70,15 +69,23 @@ def assess(limits: IdleSettings, seen: IdleObservation) -> IdleAssessment | None
     return IdleAssessment(reason=reason, idle_s=idle_s, stops_in_s=left_s, is_warned=True)
 
 
-def _list_spans(limits: IdleSettings, seen: IdleObservation) -> Sequence[tuple[float, float, IdleReason]]:
+def find_inactive_s(seen: IdleObservation) -> float | None:
+    """Return the seconds without activity; None while the notebook is busy, or if that is not known."""
+    if seen.is_busy or seen.report_age_s is None or seen.report_age_s > REPORT_TIMEOUT_S:
+        return None
+    # A thread that computes on the GPU while the kernel is idle is activity too.
+    return seen.inactive_s if seen.used_s is None else min(seen.inactive_s, seen.used_s)
+
+
+def _list_spans(
+    limits: IdleSettings, inactive_s: float, unused_s: float | None
+) -> Sequence[tuple[float, float, IdleReason]]:
     """Return for each policy the seconds left, the seconds counted, and its reason."""
     spans = []
     if limits.stop_after:
-        # A thread that computes on the GPU while the kernel is idle is activity too.
-        inactive_s = seen.inactive_s if seen.used_s is None else min(seen.inactive_s, seen.used_s)
         spans.append((limits.stop_after - inactive_s, inactive_s, IdleReason.INACTIVE))
-    if limits.low_use_after and seen.unused_s is not None:
-        spans.append((limits.low_use_after - seen.unused_s, seen.unused_s, IdleReason.LOW_USE))
+    if limits.low_use_after and unused_s is not None:
+        spans.append((limits.low_use_after - unused_s, unused_s, IdleReason.LOW_USE))
     return spans
 
 

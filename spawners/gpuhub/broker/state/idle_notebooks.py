@@ -87,32 +87,13 @@ class IdleNotebooks:
 
     def assess(self, lease: LeaseRow, limits: IdleSettings) -> IdleAssessment | None:
         """Return how long the notebook has been idle and when it is stopped; None while it is not, or not known."""
-        record, now = self._records.get(lease.id), self._clock.monotonic()
-        if record is None or record.report is None:
-            return None
-        report_age_s = now - record.reported_at
-        return idle_policy.assess(
-            limits,
-            IdleObservation(
-                report_age_s=report_age_s,
-                is_busy=record.report.is_busy or bool(self._ledger.index.find("jobs of notebook", lease.id)),
-                inactive_s=record.report.inactive_s + report_age_s,
-                used_s=None if record.used_at is None else now - record.used_at,
-                unused_s=None if record.unused_since is None else now - record.unused_since,
-                kept_s=max(0.0, (lease.kept_until or 0.0) - self._clock.now()),
-                warned_s=None if record.warned_at is None else now - record.warned_at,
-            ),
-        )
+        seen = self._observe(lease)
+        return None if seen is None else idle_policy.assess(limits, seen)
 
     def find_inactive_s(self, lease: LeaseRow) -> float | None:
         """Return the seconds without activity of a notebook; None while it is busy, or if that is not known."""
-        record, now = self._records.get(lease.id), self._clock.monotonic()
-        if record is None or record.report is None or now - record.reported_at > idle_policy.REPORT_TIMEOUT_S:
-            return None
-        if record.report.is_busy or self._ledger.index.find("jobs of notebook", lease.id):
-            return None
-        inactive_s = record.report.inactive_s + now - record.reported_at
-        return inactive_s if record.used_at is None else min(inactive_s, now - record.used_at)
+        seen = self._observe(lease)
+        return None if seen is None else idle_policy.find_inactive_s(seen)
 
     def explain_unsuspendable(self, lease: LeaseRow) -> str | None:
         """Return why a notebook cannot be suspended now, for its owner; None if it can."""
@@ -175,6 +156,22 @@ class IdleNotebooks:
             if assessment is not None and is_long and (waiting_outside or waiting - {lease.owner}):
                 times[lease.id] = self._clock.now() - assessment.idle_s
         return times
+
+    def _observe(self, lease: LeaseRow) -> IdleObservation | None:
+        """Return what is known about a notebook now; None if it has not reported anything."""
+        record, now = self._records.get(lease.id), self._clock.monotonic()
+        if record is None or record.report is None:
+            return None
+        report_age_s = now - record.reported_at
+        return IdleObservation(
+            report_age_s=report_age_s,
+            is_busy=record.report.is_busy or bool(self._ledger.index.find("jobs of notebook", lease.id)),
+            inactive_s=record.report.inactive_s + report_age_s,
+            used_s=None if record.used_at is None else now - record.used_at,
+            unused_s=None if record.unused_since is None else now - record.unused_since,
+            kept_s=max(0.0, (lease.kept_until or 0.0) - self._clock.now()),
+            warned_s=None if record.warned_at is None else now - record.warned_at,
+        )
 
     def _read_use(self, lease: LeaseRow) -> int | None:
         """Return the use of the busiest GPU, percent; None where it is not known, or not of this notebook alone."""
