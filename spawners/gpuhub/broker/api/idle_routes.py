@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request
 
 from gpuhub.broker.api.dependencies import API, Caller, ResourceId, identify, refuse_unknown_query
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.operations.idle import IdleOperations, SuspensionOperations
+from gpuhub.broker.operations.idle import IdleOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import ActivityAnswer, ActivityReport, LeaseView, ReclaimAnswer, ReclaimRequest
 
@@ -18,13 +18,7 @@ async def get_idle_operations(request: Request) -> IdleOperations:
     return IdleOperations(cast("BrokerState", request.app.state.core))
 
 
-async def get_suspensions(request: Request) -> SuspensionOperations:
-    """Return the operations on the app's suspended notebooks."""
-    return SuspensionOperations(cast("BrokerState", request.app.state.core))
-
-
 Operations = Annotated[IdleOperations, Depends(get_idle_operations)]
-Suspensions = Annotated[SuspensionOperations, Depends(get_suspensions)]
 
 api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["idle notebooks"])
 
@@ -42,15 +36,15 @@ async def post_keep(lease_id: ResourceId, caller: Caller, idle: Operations) -> L
 
 
 @api.post("/leases/{lease_id}/suspend", responses=document_problems(404, 409, 422))
-async def post_suspend(lease_id: ResourceId, caller: Caller, suspensions: Suspensions) -> LeaseView:
+async def post_suspend(lease_id: ResourceId, caller: Caller, idle: Operations) -> LeaseView:
     """Move a notebook's GPU memory into host memory, so that others can have its GPU; its variables stay."""
-    return await suspensions.suspend(caller, lease_id)
+    return await idle.suspend(caller, lease_id)
 
 
 @api.post("/leases/{lease_id}/resume", responses=document_problems(404, 422))
-async def post_resume(lease_id: ResourceId, caller: Caller, suspensions: Suspensions) -> LeaseView:
+async def post_resume(lease_id: ResourceId, caller: Caller, idle: Operations) -> LeaseView:
     """Have a suspended notebook wait for the GPU that it was suspended on."""
-    return await suspensions.resume(caller, lease_id)
+    return await idle.resume(caller, lease_id)
 
 
 @api.post("/reclaims", responses=document_problems(413, 422))

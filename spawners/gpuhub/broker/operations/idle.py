@@ -26,7 +26,7 @@ SUSPENDED_REPORT_PERIOD_S = 2.0
 
 
 class IdleOperations:
-    """What notebooks, owners and the culler ask about idle notebooks."""
+    """What notebooks, owners and the culler ask about idle notebooks, suspended ones among them."""
 
     def __init__(self, core: BrokerState) -> None:
         self._core = core
@@ -88,6 +88,30 @@ class IdleOperations:
         core.idle.forget_warning(lease_id)
         return views.view_lease(core, await access.find_lease(core, caller, lease_id))
 
+    async def suspend(self, caller: Identity, lease_id: str) -> LeaseView:
+        """Begin to suspend a notebook, so that others can have its GPU; repeated calls change nothing.
+
+        Raises:
+            NotFound: the lease does not exist, or it belongs to another user.
+            Conflict: it cannot be suspended now.
+        """
+        lease = await access.find_lease(self._core, caller, lease_id)
+        reason = None if lease.suspension is not None else self._core.idle.explain_unsuspendable(lease)
+        if reason is not None:
+            raise Conflict(f"the notebook cannot be suspended: {reason}")
+        await begin_suspension(self._core, lease_id)
+        return views.view_lease(self._core, await access.find_lease(self._core, caller, lease_id))
+
+    async def resume(self, caller: Identity, lease_id: str) -> LeaseView:
+        """Have a suspended notebook wait for its GPU; other notebooks do not change.
+
+        Raises:
+            NotFound: the lease does not exist, or it belongs to another user.
+        """
+        await access.find_lease(self._core, caller, lease_id)
+        await request_resume(self._core, lease_id)
+        return views.view_lease(self._core, await access.find_lease(self._core, caller, lease_id))
+
     async def reclaim(self, caller: Identity, request: ReclaimRequest) -> ReclaimAnswer:
         """Answer whether the culler should stop a notebook now; if so, its lease ends, with the reason for its owner.
 
@@ -133,37 +157,6 @@ def _stop(transaction: Transaction, lease: LeaseRow, reason: str) -> None:
     gpus = ", ".join(f"{gpu.model} on {gpu.node}" for gpu in lease.held)
     text = f"{lease.owner}'s {name} ({gpus}): {reason}"
     transaction.add_event("lease.reclaimed", text, owner=lease.owner, lease=lease.id)
-
-
-class SuspensionOperations:
-    """What owners may do with their notebooks."""
-
-    def __init__(self, core: BrokerState) -> None:
-        self._core = core
-
-    async def suspend(self, caller: Identity, lease_id: str) -> LeaseView:
-        """Begin to suspend a notebook, so that others can have its GPU; repeated calls change nothing.
-
-        Raises:
-            NotFound: the lease does not exist, or it belongs to another user.
-            Conflict: it cannot be suspended now.
-        """
-        lease = await access.find_lease(self._core, caller, lease_id)
-        reason = None if lease.suspension is not None else self._core.idle.explain_unsuspendable(lease)
-        if reason is not None:
-            raise Conflict(f"the notebook cannot be suspended: {reason}")
-        await begin_suspension(self._core, lease_id)
-        return views.view_lease(self._core, await access.find_lease(self._core, caller, lease_id))
-
-    async def resume(self, caller: Identity, lease_id: str) -> LeaseView:
-        """Have a suspended notebook wait for its GPU; other notebooks do not change.
-
-        Raises:
-            NotFound: the lease does not exist, or it belongs to another user.
-        """
-        await access.find_lease(self._core, caller, lease_id)
-        await request_resume(self._core, lease_id)
-        return views.view_lease(self._core, await access.find_lease(self._core, caller, lease_id))
 
 
 async def begin_suspension(core: BrokerState, lease_id: str) -> None:

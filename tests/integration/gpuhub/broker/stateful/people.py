@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from gpuhub.broker.operations.idle import IdleOperations, SuspensionOperations
+from gpuhub.broker.operations.idle import IdleOperations
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ActivityReport,
@@ -304,7 +304,7 @@ class People:
         if step != "resume":
             self.world.try_call(IdleOperations(core).report(owner, notebook.lease, report))
         if step in {"suspend", "resume"} and self.world.is_alive:
-            operations = SuspensionOperations(self.world.core)
+            operations = IdleOperations(self.world.core)
             self.world.try_call(getattr(operations, step)(owner, notebook.lease))
 
     def excuse(self, node: str, why: str) -> None:
