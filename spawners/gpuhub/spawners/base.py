@@ -1,4 +1,4 @@
-"""The base of both spawners: settings, the notebook's lease, progress events, and errors for the user."""
+"""The base of both spawners: settings, the notebook's lease, and errors for the user."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.config.users.identity import UserIdentity
 from gpuhub.spawners import notebook_lease, readiness
+from gpuhub.spawners.progress_log import ProgressLog
 from gpuhub.spawners.traits import check_values
 from gpuhub.storage.homes import prepare_user
 from gpuhub.web.spawn_form import IMAGE_FIELD, build_spawn_form, find_user_groups
@@ -40,50 +41,6 @@ SPAWN_OPTIONS = ("profile", "image", "keep")
 _ANNOUNCE_S, _ANNOUNCE_RETRY_S = 10.0, 1.0
 #: Time between SIGTERM and SIGKILL, seconds; JupyterLab ends on SIGTERM within about a second.
 STOP_GRACE_S = 5
-#: Number of events that are kept; older ones are dropped, because a request may wait for days.
-MAX_EVENTS = 30
-
-
-class ProgressLog:
-    """Events of one start, in JupyterHub's form, for any number of followers."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[int, dict[str, Any]]] = []
-        self._count = 0
-        self._is_closed = False
-        self._changed = asyncio.Event()
-
-    def add(self, message: str, *, percent: int, more_html: str = "") -> None:
-        """Add an event unless the last one is equal. `message` is escaped; `more_html` is trusted."""
-        event = {"progress": percent, "message": message, "html_message": html.escape(message) + more_html}
-        if self._events and self._events[-1][1] == event:
-            return
-        self._events = [*self._events[-(MAX_EVENTS - 1) :], (self._count, event)]
-        self._count += 1
-        self._wake()
-
-    def close(self) -> None:
-        """End the log, and with it all followers."""
-        self._is_closed = True
-        self._wake()
-
-    async def follow(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield every kept event, then each new one, until the log is closed."""
-        seen = 0
-        while True:
-            changed = self._changed
-            for number, event in self._events:
-                if number >= seen:
-                    seen = number + 1
-                    yield dict(event)
-            if self._is_closed and seen >= self._count:
-                return
-            if changed is self._changed:
-                await changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 _HTTP_STATUSES: tuple[tuple[type[GpuhubError], int], ...] = (

@@ -10,7 +10,8 @@ import pytest
 
 from gpuhub.broker_api.schemas import LeasedGpuView, LeaseState, LeaseView, Purpose
 from gpuhub.config.settings import ProfileSettings
-from gpuhub.spawners.base import LeasedSpawner, ProgressLog
+from gpuhub.spawners.base import LeasedSpawner
+from gpuhub.spawners.progress_log import ProgressLog
 from gpuhub.web.text import describe_holdings
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gpuhub.spawners.base import MAX_EVENTS, ProgressLog
+from gpuhub.spawners.progress_log import MAX_EVENTS, ProgressLog
 
 
 async def collect(log: ProgressLog) -> list[dict[str, Any]]:
