@@ -1,22 +1,24 @@
-"""Specifications of containers: Docker's arguments, derived from lease, profile and identity, are decided here only."""
+"""Specifications of containers: Docker's arguments, derived from lease, profile and identity, are decided only here.
+
+What is mounted is in `mounts`.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-from docker.types import DriverConfig, Mount, Ulimit
+from docker.types import Ulimit
 
 from gpuhub.broker_api.schemas import LeaseView
 from gpuhub.common import names
 from gpuhub.common.names import NOTEBOOK_PORT
 from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.head_address import build_broker_url
-from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings, StorageSettings
+from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings
 from gpuhub.config.users.identity import UserIdentity
+from gpuhub.docker.mounts import MODELS, build_guest_home_mount, build_home_mount, build_mounts
 from gpuhub.docker.security import (
     NO_CORE_DUMPS,
     ContainerLimits,
@@ -36,9 +38,6 @@ BASE_IMAGE = "gpuhub/base:latest"
 WORKER_COMMAND = ("gpu-launch-worker",)
 #: Reads and writes files and opens terminals, in courier containers and in workers.
 COURIER_COMMAND = ("gpu-launch-courier",)
-DATASETS = "/datasets"
-MODELS = "/models"
-SCRATCH = "/scratch"
 
 #: A guest's containers reach neither hub nor broker, and their user's other containers neither.
 _GUEST_ENVIRONMENT = {"GPUHUB_GUEST": "1"}
@@ -216,11 +215,6 @@ def build_worker_spec(
     )
 
 
-def _guest_home_mount(identity: UserIdentity) -> Mount:
-    """Build the mount of an empty volume in place of the home; it is removed with the container."""
-    return Mount(target=identity.home, source=None, type="volume", no_copy=True)
-
-
 def build_courier_spec(
     *, instance: str, cluster: ClusterSettings, node: NodeSettings, identity: UserIdentity, image: str
 ) -> ContainerSpec:
@@ -248,96 +242,6 @@ def build_courier_spec(
             "mounts": [build_home_mount(cluster.storage, instance, identity)],
             "read_only": True,
         },
-    )
-
-
-def build_mounts(
-    storage: StorageSettings, instance: str, identity: UserIdentity, staged: Mapping[str, str] | None = None
-) -> list[Mount]:
-    """Build the mounts of the home, the datasets and models (read-only) and the node's scratch volume.
-
-    Args:
-        staged: Volumes with the node's copies of datasets, which cover the folders of the file server.
-    """
-    mounts = [build_home_mount(storage, instance, identity)]
-    if storage.datasets is not None:
-        mounts.append(build_datasets_mount(storage, instance))
-        mounts += [build_staged_mount(dataset, volume) for dataset, volume in sorted((staged or {}).items())]
-    if storage.models is not None:
-        labels = {names.LABEL_INSTANCE: instance, names.LABEL_KIND: names.VOLUME_MODELS}
-        volume = f"{instance}-models"
-        mounts.append(_storage_mount(storage.models, MODELS, storage, volume, labels, read_only=True))
-    if storage.scratch:
-        mounts.append(_scratch_mount(instance, identity))
-    return mounts
-
-
-def build_datasets_mount(storage: StorageSettings, instance: str) -> Mount:
-    """Build the read-only mount of all datasets; the settings must have some."""
-    assert storage.datasets is not None  # noqa: S101 - for the type checker
-    labels = {names.LABEL_INSTANCE: instance, names.LABEL_KIND: names.VOLUME_DATASETS}
-    return _storage_mount(storage.datasets, DATASETS, storage, f"{instance}-datasets", labels, read_only=True)
-
-
-def build_staged_mount(dataset: str, volume: str) -> Mount:
-    """Build the read-only mount of a copy at the dataset's own path.
-
-    It has no labels: a volume that Docker had to create here, since the copy was removed by hand, is not a copy.
-    """
-    return Mount(target=f"/{dataset}", source=volume, type="volume", read_only=True, no_copy=True)
-
-
-def build_home_mount(storage: StorageSettings, instance: str, identity: UserIdentity) -> Mount:
-    """Build the mount of the home at `/home/<user>`."""
-    home = storage.home.replace("{username}", identity.name)
-    labels = _volume_labels(instance, identity.name, names.VOLUME_HOME)
-    return _storage_mount(home, identity.home, storage, f"{instance}-home-{names.make_slug(identity.name)}", labels)
-
-
-def _scratch_mount(instance: str, identity: UserIdentity) -> Mount:
-    """Build the mount of a volume on the node that outlives the user's containers; `inject_identity` sets its owner."""
-    return Mount(
-        target=SCRATCH,
-        source=names.scratch_volume_name(instance, identity.name),
-        type="volume",
-        # Otherwise Docker would copy the image's files there, with their owner.
-        no_copy=True,
-        labels=_volume_labels(instance, identity.name, names.VOLUME_SCRATCH),
-    )
-
-
-def _volume_labels(instance: str, owner: str, kind: str) -> dict[str, str]:
-    return {names.LABEL_INSTANCE: instance, names.LABEL_KIND: kind, names.LABEL_OWNER: owner}
-
-
-def _storage_mount(
-    source: str,
-    target: str,
-    storage: StorageSettings,
-    volume: str,
-    labels: Mapping[str, str],
-    *,
-    read_only: bool = False,
-) -> Mount:
-    if not source.startswith("nfs://"):
-        # In this form Docker refuses a missing folder; the older form of a bind would make it, owned by root.
-        return Mount(target=target, source=source, type="bind", read_only=read_only)
-    url = urlsplit(source)
-    options = {
-        "type": "nfs",
-        "o": ",".join(part for part in (f"addr={url.hostname}", storage.nfs_options) if part),
-        "device": f":{url.path}",
-    }
-    # A volume keeps the options with which it was made, so other options need another name.
-    digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:8]
-    return Mount(
-        target=target,
-        source=f"{volume}-{digest}",
-        type="volume",
-        read_only=read_only,
-        no_copy=True,
-        labels=dict(labels),
-        driver_config=DriverConfig("local", options),
     )
 
 
@@ -405,7 +309,7 @@ def _host_config(context: ContainerContext, identity: UserIdentity, limits: Cont
         "network_mode": names.access_network_name(context.instance),
         "device_requests": build_device_requests(context.gpu_uuids),
         "mounts": (
-            [_guest_home_mount(identity)]
+            [build_guest_home_mount(identity)]
             if context.node.guest
             else build_mounts(context.cluster.storage, context.instance, identity, context.staged)
         ),

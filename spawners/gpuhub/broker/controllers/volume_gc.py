@@ -20,7 +20,7 @@ from gpuhub.config.settings import StorageSettings
 from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.container_lifecycle import find_used_volumes
-from gpuhub.docker.container_spec import build_mounts
+from gpuhub.docker.mounts import build_mounts
 
 log = logging.getLogger(__name__)
 #: Interval between two collections, and delay of the first, so that the clock is set after a reboot; seconds.

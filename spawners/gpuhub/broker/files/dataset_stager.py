@@ -23,7 +23,7 @@ from gpuhub.common.errors import GpuhubError, InvalidRequest
 from gpuhub.common.units import format_size
 from gpuhub.docker import container_lifecycle, networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import build_datasets_mount
+from gpuhub.docker.mounts import build_datasets_mount
 from gpuhub.docker.staging_container import COPY, StagingFailed, StagingSpec, create_stager, run_stager
 
 log = logging.getLogger(__name__)
