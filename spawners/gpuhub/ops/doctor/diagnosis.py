@@ -20,7 +20,15 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker import esp_probe
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import disk_checks, link_checks, node_checks, node_queries, sleeping_nodes, storage_checks
+from gpuhub.ops.doctor import (
+    disk_checks,
+    link_checks,
+    network_checks,
+    node_checks,
+    node_queries,
+    sleeping_nodes,
+    storage_checks,
+)
 from gpuhub.ops.doctor.findings import Finding, failed, warning
 from gpuhub.ops.doctor.head_node import check_head, read_head_facts
 from gpuhub.ops.doctor.home_checks import HomeFacts, check_homes, read_home_facts
@@ -255,7 +263,7 @@ def check_docker_facts(docker: DockerFacts, environment: node_checks.NodeEnviron
         *node_checks.check_docker(docker),
         *node_checks.check_identity(docker, environment),
         node_checks.check_clock(docker),
-        *node_checks.check_swarm(docker, environment),
+        *network_checks.check_swarm(docker, environment),
         *disk_checks.check_images(environment, datetime.now(UTC).date()),
     ]
 
@@ -267,9 +275,9 @@ def check_node(docker: DockerFacts, host: HostFacts, environment: node_checks.No
         *node_checks.check_system(host),
         *disk_checks.check_disks(docker.root, host, environment),
         *node_checks.check_gpus(host, docker, environment),
-        *node_checks.check_reach(host, environment),
+        *network_checks.check_reach(host, environment),
         *storage_checks.check_nfs_client(host, environment),
-        *node_checks.check_network(host, environment),
+        *network_checks.check_network(host, environment),
         *link_checks.check_link(host.link),
         *link_checks.check_data_link(host, environment.data_address),
         *node_checks.check_accounts(host, environment),

@@ -22,7 +22,7 @@ from gpuhub.docker.ssh import ssh_files
 from gpuhub.docker.swarm import membership
 from gpuhub.firewall.rules import describe_rules
 from gpuhub.ops.console import OperatorConsole
-from gpuhub.ops.doctor import node_checks, node_queries
+from gpuhub.ops.doctor import network_checks, node_checks, node_queries
 from gpuhub.ops.doctor.diagnosis import check_docker_facts
 from gpuhub.ops.doctor.findings import Finding, failed, format_findings, has_failed, ok
 from gpuhub.ops.doctor.node_facts import DockerFacts, HostFacts, parse_probe, read_probe_script
@@ -139,8 +139,8 @@ def _check_machine(
     findings += [
         *node_checks.check_system(host),
         *node_checks.check_gpus(host, docker, environment),
-        *node_checks.check_reach(host, environment),
-        *node_checks.check_network(host, environment),
+        *network_checks.check_reach(host, environment),
+        *network_checks.check_network(host, environment),
         *node_checks.check_accounts(host, environment),
     ]
     console.write(format_findings(findings, console.width))
