@@ -64,6 +64,7 @@ from gpuhub.broker.files.guest_files import GuestFiles
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.metrics.request_metrics import RequestMetrics
+from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker.operations.live import LiveViews
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
@@ -248,6 +249,7 @@ def create_app(
         "output_shares": ShareOperations(core, files, hub),
         "notebook_shares": NotebookShareOperations(core, files, hub),
         "notifications": NotificationOperations(core, cipher, sender.send),
+        "admin": AdminOperations(core, backend),
         "power": PowerOperations(core, backend, power),
         "user_limits": LimitOperations(core, backend),
         "staging": staging,

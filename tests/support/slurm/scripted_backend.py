@@ -13,6 +13,7 @@ from gpuhub.backends.slurm.backend import SlurmBackend
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
 from gpuhub.broker.db.store import Store
+from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
@@ -57,6 +58,7 @@ class BrokerHarness:
     backend: SlurmBackend
     controller: BackendController
     broker: BrokerOperations
+    admin: AdminOperations
 
     @property
     def scheduler(self) -> SlurmScheduler:
@@ -119,7 +121,13 @@ class BrokerEnvironment:
         )
         await backend.setup(CoreHost(core))
         await core.start()
-        harness = BrokerHarness(core, backend, BackendController(core, backend), BrokerOperations(core, backend))
+        harness = BrokerHarness(
+            core,
+            backend,
+            BackendController(core, backend),
+            BrokerOperations(core, backend),
+            AdminOperations(core, backend),
+        )
         for node in self.cluster.nodes:
             await core.observe(self.record(node.name))
         return harness

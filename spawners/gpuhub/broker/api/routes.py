@@ -27,6 +27,7 @@ from gpuhub.broker.api.dependencies import (
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.operations import slices
+from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.operations.recipes import RecipeOperations
@@ -68,6 +69,11 @@ async def get_broker(request: Request) -> BrokerOperations:
     return cast("BrokerOperations", request.app.state.broker)
 
 
+async def get_admin(request: Request) -> AdminOperations:
+    """Return the operations for administrators."""
+    return cast("AdminOperations", request.app.state.admin)
+
+
 async def get_staging(request: Request) -> LeaseStaging:
     """Return the app's transfers of datasets."""
     return cast("LeaseStaging", request.app.state.staging)
@@ -85,6 +91,7 @@ async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response
 
 
 Operations = Annotated[BrokerOperations, Depends(get_broker)]
+Admin = Annotated[AdminOperations, Depends(get_admin)]
 Staging = Annotated[LeaseStaging, Depends(get_staging)]
 Recipes = Annotated[RecipeOperations, Depends(get_recipe_operations)]
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Maximum wait for a change, seconds")]
@@ -288,27 +295,27 @@ async def get_nodes(caller: Caller, broker: Operations) -> list[NodeView]:
 
 
 @api.post("/nodes/{name}/cordon", tags=["nodes"], responses=document_problems(404, 413, 422))
-async def post_cordon(name: Node, body: CordonRequest, caller: Caller, broker: Operations) -> NodeView:
+async def post_cordon(name: Node, body: CordonRequest, caller: Caller, admin: Admin) -> NodeView:
     """Cordon a node: it takes no new work, and what runs there continues. Administrators only."""
-    return await broker.cordon(caller, name, body)
+    return await admin.cordon(caller, name, body)
 
 
 @api.post("/nodes/{name}/drain", tags=["nodes"], responses=document_problems(404, 413, 422))
-async def post_drain(name: Node, body: CordonRequest, caller: Caller, broker: Operations) -> NodeView:
+async def post_drain(name: Node, body: CordonRequest, caller: Caller, admin: Admin) -> NodeView:
     """Drain a node: it takes no new work, and what runs there ends after the grace period. Administrators only."""
-    return await broker.drain(caller, name, body)
+    return await admin.drain(caller, name, body)
 
 
 @api.post("/nodes/{name}/undrain", tags=["nodes"], responses=document_problems(404, 422))
-async def post_undrain(name: Node, caller: Caller, broker: Operations) -> NodeView:
+async def post_undrain(name: Node, caller: Caller, admin: Admin) -> NodeView:
     """End the cordon or drain of a node, so that it takes work again. Administrators only."""
-    return await broker.undrain(caller, name)
+    return await admin.undrain(caller, name)
 
 
 @api.post("/nodes/{name}/gpus/{index}/accept", tags=["nodes"], responses=document_problems(404, 409, 422))
-async def post_accept(name: Node, index: GpuIndex, caller: Caller, broker: Operations) -> NodeView:
+async def post_accept(name: Node, index: GpuIndex, caller: Caller, admin: Admin) -> NodeView:
     """Grant a GPU again that was blocked by an Xid error or a slow PCIe link. Administrators only."""
-    return await broker.accept_gpu(caller, name, index)
+    return await admin.accept_gpu(caller, name, index)
 
 
 @api.get("/reservations", tags=["reservations"], responses=document_problems(422))
@@ -318,9 +325,9 @@ async def get_reservations(caller: Caller, broker: Operations) -> list[Reservati
 
 
 @api.post("/reservations", status_code=201, tags=["reservations"], responses=document_problems(409, 413, 422))
-async def post_reservation(body: ReservationRequest, caller: Caller, broker: Operations) -> ReservationView:
+async def post_reservation(body: ReservationRequest, caller: Caller, admin: Admin) -> ReservationView:
     """Reserve GPUs for some users in a period. Administrators only."""
-    return await broker.reserve(caller, body)
+    return await admin.reserve(caller, body)
 
 
 @api.delete(
@@ -330,6 +337,6 @@ async def post_reservation(body: ReservationRequest, caller: Caller, broker: Ope
     tags=["reservations"],
     responses=document_problems(404, 422),
 )
-async def delete_reservation(reservation_id: ResourceId, caller: Caller, broker: Operations) -> None:
+async def delete_reservation(reservation_id: ResourceId, caller: Caller, admin: Admin) -> None:
     """Cancel a reservation. Administrators only."""
-    await broker.cancel_reservation(caller, reservation_id)
+    await admin.cancel_reservation(caller, reservation_id)

@@ -34,86 +34,6 @@ def require_admin(caller: Identity, what: str) -> None:
         raise NotAllowed(f"{caller.name} is not an administrator: only administrators may {what}")
 
 
-# -- nodes ------------------------------------------------------------------------------------------------------------
-
-
-async def cordon(
-    core: BrokerState,
-    backend: SchedulingBackend,
-    caller: Identity,
-    node: str,
-    request: CordonRequest,
-    *,
-    is_drain: bool,
-) -> NodeView:
-    """Cordon a node, so that it takes no new work; a drain also ends what runs there after the grace period.
-
-    Raises:
-        NotAllowed: the caller is not an administrator.
-        NotFound: the node does not exist.
-        InvalidRequest: The backend would continue to give the node; the text says how to cordon it there.
-    """
-    require_admin(caller, "cordon nodes")
-    if not backend.capabilities.cordons:
-        raise InvalidRequest(backend.describe_cordon(node))
-    require_node(core, node)
-    row = Cordon(
-        node=node,
-        state="draining" if is_drain else "cordoned",
-        by=caller.name,
-        reason=request.reason,
-        at=core.clock.now(),
-        grace_s=request.grace_s if is_drain else 0,
-    )
-    await core.cordon(node, row)
-    core.add_event(f"node.{row.state}", f"node {node} is {describe_cordon(row)}", node=node)
-    if is_drain:
-        if request.requeue:
-            await core.ledger.change(mutations.preempt_jobs(node, request.grace_s))
-        await core.ledger.change(lambda draft: _shorten_leases(draft, row))
-    return view_node(core, backend, node)
-
-
-async def undrain(core: BrokerState, backend: SchedulingBackend, caller: Identity, node: str) -> NodeView:
-    """End a cordon or drain; leases that the drain shortened get their time limits back.
-
-    Raises:
-        NotAllowed: the caller is not an administrator.
-        NotFound: the node does not exist.
-    """
-    require_admin(caller, "cordon nodes")
-    require_node(core, node)
-    before = core.capacity.cordons.get(node)
-    await core.cordon(node, None)
-    if before is not None:
-        core.add_event("node.uncordoned", f"node {node} takes work again, by {caller.name}", node=node)
-        await core.ledger.change(lambda draft: _restore_times(draft, node, core.capacity.cordons))
-    return view_node(core, backend, node)
-
-
-async def accept_gpu(
-    core: BrokerState, backend: SchedulingBackend, caller: Identity, node: str, index: int
-) -> NodeView:
-    """Grant a GPU with faults again, on the administrator's word that it was reset or checked.
-
-    Raises:
-        NotAllowed: the caller is not an administrator.
-        NotFound: the node or the GPU does not exist.
-        Conflict: the GPU has no fault that needs it; a defect that readings show ends with a reading without it.
-    """
-    require_admin(caller, "accept failed GPUs")
-    require_node(core, node)
-    gpus = [gpu for gpu in core.capacity.inventory.nodes[node].gpus if gpu.index == index]
-    if not gpus:
-        raise NotFound(f"node {node} has no GPU {index}")
-    if not await core.accept_gpu(node, gpus[0], caller.name):
-        failure = find_gpu_failure(gpus[0])
-        why = "is not blocked" if failure is None else f"is blocked as long as it reports a defect: {failure}"
-        raise Conflict(f"GPU {index} of {node} {why}")
-    core.add_event("gpu.accepted", f"GPU {index} of {node} is accepted again by {caller.name}", node=node)
-    return view_node(core, backend, node)
-
-
 def require_node(core: BrokerState, node: str) -> None:
     """Refuse a name that no node has.
 
@@ -122,6 +42,121 @@ def require_node(core: BrokerState, node: str) -> None:
     """
     if node not in core.capacity.inventory.nodes:
         raise NotFound(f"there is no node {node!r}; there are: {', '.join(core.capacity.inventory.nodes)}")
+
+
+class AdminOperations:
+    """What administrators may do with nodes, GPUs and reservations."""
+
+    def __init__(self, core: BrokerState, backend: SchedulingBackend) -> None:
+        self._core, self._backend = core, backend
+
+    async def cordon(self, caller: Identity, node: str, request: CordonRequest) -> NodeView:
+        """Cordon a node: it takes no new work, and what runs there continues.
+
+        Raises:
+            NotAllowed: the caller is not an administrator.
+            NotFound: the node does not exist.
+            InvalidRequest: The backend would continue to give the node; the text says how to cordon it there.
+        """
+        return await self._cordon(caller, node, request, is_drain=False)
+
+    async def drain(self, caller: Identity, node: str, request: CordonRequest) -> NodeView:
+        """Drain a node: it takes no new work, and what runs there ends after the grace period.
+
+        Raises:
+            NotAllowed, NotFound, InvalidRequest: as `cordon` does.
+        """
+        return await self._cordon(caller, node, request, is_drain=True)
+
+    async def undrain(self, caller: Identity, node: str) -> NodeView:
+        """End a cordon or drain; leases that the drain shortened get their time limits back.
+
+        Raises:
+            NotAllowed: the caller is not an administrator.
+            NotFound: the node does not exist.
+        """
+        require_admin(caller, "cordon nodes")
+        require_node(self._core, node)
+        before = self._core.capacity.cordons.get(node)
+        await self._core.cordon(node, None)
+        if before is not None:
+            self._core.add_event("node.uncordoned", f"node {node} takes work again, by {caller.name}", node=node)
+            await self._core.ledger.change(lambda draft: _restore_times(draft, node, self._core.capacity.cordons))
+        return view_node(self._core, self._backend, node)
+
+    async def accept_gpu(self, caller: Identity, node: str, index: int) -> NodeView:
+        """Grant a GPU with faults again, on the administrator's word that it was reset or checked.
+
+        Raises:
+            NotAllowed: the caller is not an administrator.
+            NotFound: the node or the GPU does not exist.
+            Conflict: the GPU has no fault that needs it; a defect that readings show ends with a reading without it.
+        """
+        require_admin(caller, "accept failed GPUs")
+        require_node(self._core, node)
+        gpus = [gpu for gpu in self._core.capacity.inventory.nodes[node].gpus if gpu.index == index]
+        if not gpus:
+            raise NotFound(f"node {node} has no GPU {index}")
+        if not await self._core.accept_gpu(node, gpus[0], caller.name):
+            failure = find_gpu_failure(gpus[0])
+            why = "is not blocked" if failure is None else f"is blocked as long as it reports a defect: {failure}"
+            raise Conflict(f"GPU {index} of {node} {why}")
+        self._core.add_event("gpu.accepted", f"GPU {index} of {node} is accepted again by {caller.name}", node=node)
+        return view_node(self._core, self._backend, node)
+
+    async def reserve(self, caller: Identity, request: ReservationRequest) -> ReservationView:
+        """Reserve GPUs for some users in a period.
+
+        Raises:
+            NotAllowed: the caller is not an administrator.
+            InvalidRequest: a node or GPU does not exist, or the period is not valid.
+            Conflict: another reservation has some of the GPUs.
+        """
+        require_admin(caller, "reserve GPUs")
+        if not self._backend.capabilities.reservations:
+            raise InvalidRequest(self._backend.describe_reservation())
+        row = reservation_rules.build_reservation(
+            request, by=caller.name, inventory=self._core.capacity.inventory, now=self._core.clock.now()
+        )
+        reservation_rules.check_overlap(row, self._core.capacity.current_reservations, self._core.capacity.inventory)
+        await self._core.add_reservation(row)
+        self._core.add_event("reservation.made", f"reservation {row.name!r} was made by {caller.name}")
+        return reservation_rules.build_reservation_view(row)
+
+    async def cancel_reservation(self, caller: Identity, reservation_id: str) -> None:
+        """Cancel a reservation.
+
+        Raises:
+            NotAllowed: the caller is not an administrator.
+            NotFound: the reservation does not exist.
+        """
+        require_admin(caller, "cancel reservations")
+        row = next((one for one in self._core.capacity.current_reservations if one.id == reservation_id), None)
+        if row is None:
+            raise NotFound(f"there is no reservation {reservation_id!r}")
+        await self._core.remove_reservation(reservation_id)
+        self._core.add_event("reservation.cancelled", f"reservation {row.name!r} was cancelled by {caller.name}")
+
+    async def _cordon(self, caller: Identity, node: str, request: CordonRequest, *, is_drain: bool) -> NodeView:
+        require_admin(caller, "cordon nodes")
+        if not self._backend.capabilities.cordons:
+            raise InvalidRequest(self._backend.describe_cordon(node))
+        require_node(self._core, node)
+        row = Cordon(
+            node=node,
+            state="draining" if is_drain else "cordoned",
+            by=caller.name,
+            reason=request.reason,
+            at=self._core.clock.now(),
+            grace_s=request.grace_s if is_drain else 0,
+        )
+        await self._core.cordon(node, row)
+        self._core.add_event(f"node.{row.state}", f"node {node} is {describe_cordon(row)}", node=node)
+        if is_drain:
+            if request.requeue:
+                await self._core.ledger.change(mutations.preempt_jobs(node, request.grace_s))
+            await self._core.ledger.change(lambda draft: _shorten_leases(draft, row))
+        return view_node(self._core, self._backend, node)
 
 
 def _shorten_leases(draft: Transaction, row: Cordon) -> None:
@@ -141,43 +176,3 @@ def _restore_times(draft: Transaction, node: str, others: Mapping[str, Cordon]) 
         lease = draft.leases[lease_id]
         if not any(name in others and others[name].is_draining for name in lease.nodes):
             draft.put_lease(lease_states.restore_time(lease))
-
-
-# -- reservations -----------------------------------------------------------------------------------------------------
-
-
-async def reserve(
-    core: BrokerState, backend: SchedulingBackend, caller: Identity, request: ReservationRequest
-) -> ReservationView:
-    """Reserve GPUs for some users in a period.
-
-    Raises:
-        NotAllowed: the caller is not an administrator.
-        InvalidRequest: a node or GPU does not exist, or the period is not valid.
-        Conflict: another reservation has some of the GPUs.
-    """
-    require_admin(caller, "reserve GPUs")
-    if not backend.capabilities.reservations:
-        raise InvalidRequest(backend.describe_reservation())
-    row = reservation_rules.build_reservation(
-        request, by=caller.name, inventory=core.capacity.inventory, now=core.clock.now()
-    )
-    reservation_rules.check_overlap(row, core.capacity.current_reservations, core.capacity.inventory)
-    await core.add_reservation(row)
-    core.add_event("reservation.made", f"reservation {row.name!r} was made by {caller.name}")
-    return reservation_rules.build_reservation_view(row)
-
-
-async def cancel_reservation(core: BrokerState, caller: Identity, reservation_id: str) -> None:
-    """Cancel a reservation.
-
-    Raises:
-        NotAllowed: the caller is not an administrator.
-        NotFound: the reservation does not exist.
-    """
-    require_admin(caller, "cancel reservations")
-    row = next((one for one in core.capacity.current_reservations if one.id == reservation_id), None)
-    if row is None:
-        raise NotFound(f"there is no reservation {reservation_id!r}")
-    await core.remove_reservation(reservation_id)
-    core.add_event("reservation.cancelled", f"reservation {row.name!r} was cancelled by {caller.name}")

@@ -14,7 +14,8 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.admission import access
 from gpuhub.broker.admission import extend as extensions
 from gpuhub.broker.admission.submit import AdmissionController
-from gpuhub.broker.operations import admin, slices, views
+from gpuhub.broker.operations import slices, views
+from gpuhub.broker.operations.admin import require_admin
 from gpuhub.broker.operations.explanations import PendingExplainer
 from gpuhub.broker.operations.long_polls import ReadVersion, wait_for_change
 from gpuhub.broker.operations.views import ClusterViewCache
@@ -24,7 +25,6 @@ from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,
-    CordonRequest,
     EventView,
     ExtensionRequest,
     JobRequest,
@@ -36,7 +36,6 @@ from gpuhub.broker_api.schemas import (
     NodeView,
     PendingReasonView,
     Purpose,
-    ReservationRequest,
     ReservationView,
     UsageView,
 )
@@ -199,7 +198,7 @@ class BrokerOperations:
             NotAllowed, NotFound: the caller is not an administrator, or the lease does not exist.
             Conflict: the lease is not ending.
         """
-        admin.require_admin(caller, "free GPUs without proof")
+        require_admin(caller, "free GPUs without proof")
         await access.find_lease(self._core, caller, lease_id)
         await self._core.ledger.change(mutations.force_release(lease_id, caller.name))
         return await self.lease(caller, lease_id)
@@ -347,58 +346,6 @@ class BrokerOperations:
     def reservations(self) -> list[ReservationView]:
         """Return reservations that have not ended."""
         return [reservation_rules.build_reservation_view(row) for row in self._core.capacity.current_reservations]
-
-    # -- for administrators ---------------------------------------------------------------------------------------
-
-    async def reserve(self, caller: Identity, request: ReservationRequest) -> ReservationView:
-        """Reserve GPUs for some users in a period.
-
-        Raises:
-            NotAllowed, InvalidRequest: the request is refused.
-            Conflict: another reservation has some of the GPUs.
-        """
-        return await admin.reserve(self._core, self._backend, caller, request)
-
-    async def cancel_reservation(self, caller: Identity, reservation_id: str) -> None:
-        """Cancel a reservation.
-
-        Raises:
-            NotAllowed, NotFound: the caller is not an administrator, or the reservation does not exist.
-        """
-        await admin.cancel_reservation(self._core, caller, reservation_id)
-
-    async def cordon(self, caller: Identity, node: str, request: CordonRequest) -> NodeView:
-        """Cordon a node: it takes no new work, and what runs there continues.
-
-        Raises:
-            NotAllowed, NotFound: the caller is not an administrator, or the node does not exist.
-        """
-        return await admin.cordon(self._core, self._backend, caller, node, request, is_drain=False)
-
-    async def drain(self, caller: Identity, node: str, request: CordonRequest) -> NodeView:
-        """Drain a node: it takes no new work, and what runs there ends after the grace period.
-
-        Raises:
-            NotAllowed, NotFound: the caller is not an administrator, or the node does not exist.
-        """
-        return await admin.cordon(self._core, self._backend, caller, node, request, is_drain=True)
-
-    async def undrain(self, caller: Identity, node: str) -> NodeView:
-        """End a cordon or drain; leases that were to end by the drain get their time limits back.
-
-        Raises:
-            NotAllowed, NotFound: the caller is not an administrator, or the node does not exist.
-        """
-        return await admin.undrain(self._core, self._backend, caller, node)
-
-    async def accept_gpu(self, caller: Identity, node: str, index: int) -> NodeView:
-        """Grant a GPU with faults again, on the administrator's word that it was reset or checked.
-
-        Raises:
-            NotAllowed, NotFound: the caller is not an administrator, or the GPU does not exist.
-            Conflict: the GPU has no such fault.
-        """
-        return await admin.accept_gpu(self._core, self._backend, caller, node, index)
 
     async def _wait_state(
         self, caller: Identity, lease_id: str, is_reached: Callable[[LeaseRow], bool], wait_s: float

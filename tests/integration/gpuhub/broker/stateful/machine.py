@@ -186,16 +186,16 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.is_alive)
     @rule(node=NODES, step=st.sampled_from(("cordon", "drain", "undrain", "reserve")), seconds=st.sampled_from((0, 30)))
     def administrator(self, node: str, step: str, seconds: int) -> None:
-        broker = self.world.broker
+        admin = self.world.admin
         if step == "undrain":
-            self.world.try_call(broker.undrain(ADMIN, node))
+            self.world.try_call(admin.undrain(ADMIN, node))
         elif step == "reserve":
             self._reserve(node, seconds)
         else:
             if step == "drain":
                 self.people.excuse(node, "its node is drained")
             request = CordonRequest(reason="work on it", grace_s=seconds if step == "drain" else 0)
-            self.world.try_call(getattr(broker, step)(ADMIN, node, request))
+            self.world.try_call(getattr(admin, step)(ADMIN, node, request))
 
     @precondition(lambda self: self.world.is_alive)
     @rule(index=INDEX, what=st.sampled_from(("force", "extend")))
@@ -218,7 +218,7 @@ class BrokerMachine(RuleBasedStateMachine):
             starts_at=now + timedelta(seconds=begins_s),
             ends_at=now + timedelta(seconds=begins_s + 60),
         )
-        self.world.try_call(self.world.broker.reserve(ADMIN, request))
+        self.world.try_call(self.world.admin.reserve(ADMIN, request))
 
     # -- what must hold -------------------------------------------------------------------------------------------
 

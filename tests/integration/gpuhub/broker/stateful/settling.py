@@ -37,9 +37,9 @@ def heal(world: World, people: People) -> None:
         world.start()
     world.life.steps_left = None
     for reservation in world.broker.reservations():
-        world.try_call(world.broker.cancel_reservation(ADMIN, reservation.id))
+        world.try_call(world.admin.cancel_reservation(ADMIN, reservation.id))
     for name in world.boxes:
-        world.try_call(world.broker.undrain(ADMIN, name))
+        world.try_call(world.admin.undrain(ADMIN, name))
 
 
 def settle(world: World, people: People, check: Callable[[], list[str]]) -> list[str]:

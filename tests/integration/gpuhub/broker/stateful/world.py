@@ -21,6 +21,7 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.backends.slurm.backend import SlurmBackend
 from gpuhub.broker.app import create_app
 from gpuhub.broker.db.store import Store
+from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.errors import GpuhubError
@@ -199,6 +200,12 @@ class World:
         """The running broker's operations."""
         broker: BrokerOperations = self.app.state.broker
         return broker
+
+    @property
+    def admin(self) -> AdminOperations:
+        """The running broker's operations for administrators."""
+        admin: AdminOperations = self.app.state.admin
+        return admin
 
     def close(self) -> None:
         """End everything."""

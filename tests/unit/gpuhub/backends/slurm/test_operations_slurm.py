@@ -119,16 +119,16 @@ async def test_extension_refused_by_gpuhub_is_not_sent_to_slurm(site: BrokerEnvi
 async def test_operations_of_slurm_are_refused_with_a_remedy(site: BrokerEnvironment) -> None:
     async with site.broker() as harness:
         with pytest.raises(InvalidRequest, match="scontrol update nodename=rig1 state=drain"):
-            await harness.broker.drain(ROOT, "rig1", CordonRequest())
+            await harness.admin.drain(ROOT, "rig1", CordonRequest())
         with pytest.raises(InvalidRequest, match="state=resume"):
-            await harness.broker.cordon(ROOT, "rig1", CordonRequest())
+            await harness.admin.cordon(ROOT, "rig1", CordonRequest())
         window = ReservationRequest(
             name="course", nodes=("rig1",), users=("ada",), starts_at="2030-01-01T00:00Z", ends_at="2030-01-02T00:00Z"
         )
         with pytest.raises(InvalidRequest, match="scontrol create reservation"):
-            await harness.broker.reserve(ROOT, window)
+            await harness.admin.reserve(ROOT, window)
         with pytest.raises(NotAllowed):
-            await harness.broker.drain(ADA, "rig1", CordonRequest())
+            await harness.admin.drain(ADA, "rig1", CordonRequest())
         with pytest.raises(InvalidRequest, match="only Slurm's operators can raise a job's priority"):
             await harness.broker.request_job(ROOT, JobRequest(run_id="run-000001", priority=1))
         job = JobRequest(run_id="run-000001", scavenge=True)

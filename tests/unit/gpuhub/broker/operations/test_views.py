@@ -43,7 +43,7 @@ async def test_large_cluster_view_is_cached(tmp_path: Path, monkeypatch: pytest.
         assert list_holders(running, BEN) == []
         await broker.request_lease(ADA, LeaseRequest(profile="rtx5090", key="k1"))
         assert list_holders(running, BEN) == []
-        await broker.cordon(ROOT, "rig2", CordonRequest())
+        await running.app.state.admin.cordon(ROOT, "rig2", CordonRequest())
         assert list_holders(running, BEN) == ["ada"]
 
 
