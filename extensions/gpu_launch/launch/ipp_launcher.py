@@ -25,7 +25,7 @@ from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch import plan as plan_module
 from gpu_launch.launch.plan import LaunchPlan, find_model, fit, make_plan
-from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup, load_connection
+from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
 
 _POLL_S = 0.02  # seconds between polls for the controller's connection file
 _SIGNAL_S = 10.0  # seconds for the controller to answer, and for all engines to confirm a signal
@@ -207,7 +207,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         connection = json.loads(given) if given else None
         while connection is None:
             group.check()
-            connection = load_connection(Path(self.connection_files["engine"]))
+            connection = _load_connection(Path(self.connection_files["engine"]))
             if connection is None and time.monotonic() > deadline:
                 raise LaunchFailed(f"ipyparallel's controller did not start within {_CONTROLLER_S:.0f} s.")
             time.sleep(_POLL_S)
@@ -245,3 +245,12 @@ class GpuhubEngineSetLauncher(BaseLauncher):
 
 def _broker(env: environment.Environment) -> BrokerClient | None:
     return BrokerClient.for_notebook(env) if env.broker_url and env.token else None
+
+
+def _load_connection(path: Any) -> dict[str, Any] | None:
+    """Return a controller's connection file; None while it is absent or being written."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return data

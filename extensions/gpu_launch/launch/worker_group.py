@@ -6,7 +6,6 @@ Independent of ipyparallel, and thread-safe.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -415,12 +414,3 @@ def end_local_worker(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def load_connection(path: Any) -> dict[str, Any] | None:
-    """Return a controller's connection file; None while it is absent or being written."""
-    try:
-        data: dict[str, Any] = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return data
