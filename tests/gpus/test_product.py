@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -382,6 +383,108 @@ def test_suspensions_by_hand_lose_nothing(product: Gpus, start: Start) -> None:
             assert f"sum {9 + cycle}" in second.run(f"print('sum', int(torch.ones({9 + cycle}, device='cuda').sum()))")
             wait_for(lambda: read_suspension(ada, notebook) is None, "it has its GPU", 60)
             print(f"cycle {cycle}: out in {out_s:.1f} s, back in {time.monotonic() - begin:.1f} s")
+
+
+#: Trains until the file `enough` is there, or for a number of steps (0: no limit), with 8 GiB beside the model. Writes its GPU, and every
+#: 20 steps a checksum of all parameters.
+TRAINING = """%%writefile training.py
+import os, pathlib, sys, zlib
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+import torch
+file, steps = open(sys.argv[1], "w", buffering=1), int(sys.argv[2])
+torch.manual_seed(1)
+torch.use_deterministic_algorithms(True)
+held = torch.arange(1 << 30, device="cuda")
+expected = (1 << 30) * ((1 << 30) - 1) // 2
+model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6))).cuda()
+data = torch.randn(512, 2048, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+number = 0
+while number < (steps or number + 1) and not pathlib.Path("enough").exists():
+    for _ in range(20):
+        optimizer.zero_grad()
+        ((model(data) - data) ** 2).mean().backward()
+        optimizer.step()
+    number += 20
+    assert held.sum().item() == expected, "what it holds has changed"
+    parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    print(number, zlib.crc32(parameters.cpu().numpy().tobytes()), file=file)
+print("on", torch.cuda.get_device_properties(0).uuid, file=file)
+"""
+#: The memory that it holds, and the end of its file.
+TRAINING_MIB, TRAINED_ON = 8192, re.compile(r"on ([0-9a-f-]{36})")
+
+
+def list_detached(user: Client) -> list[dict[str, Any]]:
+    """Return a user's detached jobs, the last one first."""
+    return sorted((job for job in list_jobs(user) if job["detached"]), key=lambda job: job["created_at"], reverse=True)
+
+
+def read_job_suspension(user: Client) -> str | None:
+    suspension = list_detached(user)[0]["lease"]["suspension"]
+    return None if suspension is None else str(suspension["state"])
+
+
+def test_scavenging_job_makes_way_and_goes_on(product: Gpus, start: Start) -> None:
+    """At random moments eve gets its GPU and fills it; the job's results are those of an uninterrupted run."""
+    ada, eve, notebook = product.users["ada"], product.users["eve"], start("ada", "cpu")
+    notebook.run("!rm -f enough seen.txt whole.txt")
+    notebook.run(TRAINING)
+    notebook.run("%gpu_launch --detach --scavenge --cpus 4 --ram 16G training.py seen.txt 0")
+
+    def read_lines(name: str = "seen.txt") -> list[str]:
+        return notebook.run(f"import pathlib; print(pathlib.Path('{name}').read_text())").split("\n")[:-2]
+
+    def wait_for_sums(count: int) -> None:
+        wait_for(
+            lambda: len(read_lines()) >= count,
+            lambda: f"{count} checksums: {notebook.run('%gpu_logs')}",
+            120,
+            every_s=1,
+        )
+
+    wait_for(lambda: "seen.txt" in notebook.run("!ls"), lambda: f"it trains: {notebook.run('%gpu_logs')}", 120)
+    wait_for_sums(3)
+    [gpu] = [gpu for gpu in product.gpus() if gpu["state"] == "held"]
+    uuid, total = gpu["uuid"], gpu["memory_mib"]
+    for number in range(len(product.gpus()) - 1):
+        start(("ben", "eve")[number % 2], "gpu")
+    for cycle in range(int(os.environ.get("GPUHUB_TEST_SUSPENSIONS", "2"))):
+        time.sleep(random.uniform(0, 3))
+        other = start("eve", "gpu")
+        assert other.uuids() == {uuid}
+        assert read_job_suspension(ada) in ("suspended", "resuming"), list_detached(ada)[0]
+        moved_mib = list_detached(ada)[0]["lease"]["suspension"]["moved_mib"]
+        assert moved_mib > TRAINING_MIB
+        before = read_lines()
+        fill = f"import torch; held = torch.ones({int(total * 0.85)} << 20, dtype=torch.uint8, device='cuda'); print(held[-1].item())"
+        assert "1" in other.run(fill)
+        time.sleep(2)
+        assert read_lines() == before
+        begin = time.monotonic()
+        eve.stop(other.server)
+        wait_for_sums(len(before) + 2)
+        print(f"cycle {cycle}: {moved_mib} MiB, went on {time.monotonic() - begin:.1f} s after the other stopped")
+        wait_for(lambda: read_job_suspension(ada) is None, "it has its GPU", 30)
+        assert next(one["holder"]["owner"] for one in product.gpus() if one["uuid"] == uuid) == "ada"
+    notebook.run("!touch enough")
+    [job] = wait_for(
+        lambda: [job for job in list_detached(ada)[:1] if job["ended_at"]],
+        lambda: f"the job has ended: {list_detached(ada)}",
+        60,
+    )
+    assert job["exit_code"] == 0, (job, notebook.run("%gpu_logs"))
+    assert job["preemptions"] == 0
+    *sums, last = read_lines()
+    found = TRAINED_ON.fullmatch(last)
+    assert found, last
+    assert f"GPU-{found[1]}" == uuid
+    notebook.run("!rm enough")
+    model = gpu["model"]
+    output = notebook.run(f"%gpu_launch --model '{model}' --cpus 4 --ram 16G training.py whole.txt {20 * len(sums)}")
+    *whole, _ = read_lines("whole.txt")
+    assert sums == whole, (output, next(pair for pair in zip(sums, whole, strict=False) if pair[0] != pair[1]))
+    print(f"{len(sums)} checksums are equal")
 
 
 def test_out_of_memory_names_rank_and_gpu(product: Gpus, start: Start) -> None:
