@@ -16,8 +16,8 @@ JOB_LIMIT_S = 240.0
 COMPUTE_S, TRANSFER_S = 3.0, 1.0
 #: Time in which all GPUs must be free after the last job, seconds.
 FREE_LIMIT_S = 90.0
-#: Measurements around the transfer of a path, and of all jobs at once; seconds.
-_PATH_OVERHEAD_S, _TOGETHER_S = 2.0, 10.0
+#: Measurements around the transfer of a path, the computing around that of one GPU, and all jobs at once; seconds.
+_PATH_OVERHEAD_S, _COMPUTE_OVERHEAD_S, _TOGETHER_S = 2.0, 2.0, 10.0
 #: States of nodes that an administrator chose.
 _LEFT_OUT = frozenset({NodeState.CORDONED, NodeState.DRAINING})
 
@@ -39,7 +39,7 @@ class ValidationPlan:
     @property
     def together_limit_s(self) -> float:
         """Time limit of the jobs that measure in turns and then at once, seconds."""
-        return JOB_LIMIT_S + _TOGETHER_S + COMPUTE_S * (len(self.gpus) + 1)
+        return JOB_LIMIT_S + _TOGETHER_S + (COMPUTE_S + _COMPUTE_OVERHEAD_S) * (len(self.gpus) + 1)
 
     @property
     def network_limit_s(self) -> float:

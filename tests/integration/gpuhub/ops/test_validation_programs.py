@@ -75,6 +75,32 @@ def test_jobs_measure_in_turns_and_then_at_once(tmp_path: Path) -> None:
     assert {mark.name for mark in (tmp_path / shared).iterdir()} == {"ready-0", "ready-1", "measured-0", "measured-1"}
 
 
+def test_a_gpu_that_is_faster_after_a_pause_has_the_same_throughput_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a job waits for its turn its GPU cools down; it has to be warm in both measurements."""
+    from gpuhub.ops.validation.programs import single_gpu
+
+    now = warm_since = last = 0.0
+
+    def compute() -> float:
+        nonlocal now, warm_since, last
+        if now > last:
+            warm_since = now
+        now += 0.1
+        last = now
+        return 2e12 if now - warm_since < 0.9 else 1e12
+
+    def pause(*_: object) -> None:
+        nonlocal now
+        now += 5
+
+    monkeypatch.setattr(single_gpu.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(single_gpu, "wait_for_marks", pause)
+    found = single_gpu.measure_in_turns(compute, 3.0, folder=tmp_path / "turns", number=0, count=1)
+    assert found["alone_tflops"] == pytest.approx(found["together_tflops"])
+
+
 def test_paths_between_two_ranks(tmp_path: Path) -> None:
     """Both directions are measured, without loss on loopback."""
     result = run_ranks("network", tmp_path / "run", "0.1")

@@ -23,7 +23,8 @@ import torch
 SIMULATED = Path("/usr/share/nvidia-simulated")
 #: The sides of the measured matrices on a GPU and on a CPU, and of the one that is compared.
 _GPU_SIZE, _CPU_SIZE, _COMPARED_SIZE = 8192, 1024, 512
-#: Time before and after a measurement that all jobs make, in which they compute too but do not count; seconds.
+#: Time before and after a measurement in turns or at once, in which a job computes too but does not count: other jobs
+#: begin and end a little earlier or later, and a GPU that has waited is faster at first; seconds.
 _MARGIN_S = 1.0
 _WARM_UP_S = 1.0
 _POLL_S = 0.05
@@ -127,7 +128,7 @@ def measure_in_turns(
     mark(folder, "ready", number)
     wait_for_marks(folder, "ready", range(count))
     wait_for_marks(folder, "measured", range(number))
-    alone = measure(compute, seconds)
+    alone = measure(compute, seconds, margin_s=_MARGIN_S)
     mark(folder, "measured", number)
     wait_for_marks(folder, "measured", range(count))
     return {"alone_tflops": alone, "together_tflops": measure(compute, seconds, margin_s=_MARGIN_S)}
