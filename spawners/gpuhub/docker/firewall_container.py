@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from time import time
 from typing import Any
 
 import docker.errors
@@ -32,6 +33,9 @@ from gpuhub.firewall.rules import FirewallPolicy, build_policy, format_removal, 
 
 #: Hash of script, rules and image; when it differs, the container is replaced.
 LABEL_BUILD = "gpuhub.guard"
+#: When the process started that made the container, seconds since 1970: the newest process has the current settings.
+LABEL_SINCE = "gpuhub.guard-since"
+_PROCESS_SINCE = time()
 #: Time for a new container to apply its rules, seconds.
 READY_TIMEOUT_S = 15.0
 _POLL_S = 0.05
@@ -44,6 +48,8 @@ class FirewallStatus:
 
     id: str
     build: str
+    #: When the process started that made it; 0 if that is unknown.
+    since: float
     #: Docker's state: running, restarting, exited …
     status: str
     #: Last state that the script printed since its start; empty before its first line.
@@ -74,7 +80,9 @@ async def ensure_firewall(daemons: DockerClients, cluster: ClusterSettings, inst
     """Set up the firewall on a node, or remove it if `network.guard` is false.
 
     Returns the number of packets that it has refused since its rules were applied; None if that is unknown. Costs three
-    calls to the daemon when nothing changes. Safe to call concurrently from several processes.
+    calls to the daemon when nothing changes. Safe to call concurrently from several processes, also with different
+    settings, as while `gpuhub up` prepares nodes for new ones and hub and broker still run: rules of a process that
+    started later stay.
 
     Raises:
         NodeUnreachable: The daemon does not answer.
@@ -87,8 +95,11 @@ async def ensure_firewall(daemons: DockerClients, cluster: ClusterSettings, inst
     end = asyncio.get_running_loop().time() + READY_TIMEOUT_S
     while True:
         build, status = await daemons.run(node, lambda client: _inspect_firewall(client, instance, rules))
-        if status is None or status.build != build or status.status in {"created", "exited", "dead", "paused"}:
-            await _replace(daemons, node, status, build_firewall_container(instance, build, rules))
+        is_other = status is not None and status.build != build and not _PROCESS_SINCE < status.since <= time()
+        if status is None or is_other or status.status in {"created", "exited", "dead", "paused"}:
+            arguments = build_firewall_container(instance, build, rules)
+            arguments["labels"][LABEL_SINCE] = repr(_PROCESS_SINCE)
+            await _replace(daemons, node, status, arguments)
         elif status.status == "running" and status.state == "ok":
             return status.rejected
         elif status.state == "failed" or asyncio.get_running_loop().time() > end:
@@ -217,6 +228,7 @@ def _inspect_firewall(client: Any, instance: str, rules: str) -> tuple[str, Fire
     return build, FirewallStatus(
         id=str(raw["Id"]),
         build=labels.get(LABEL_BUILD, ""),
+        since=float(labels.get(LABEL_SINCE, "0")),
         status=str(raw["State"]["Status"]),
         state=state,
         why=why,

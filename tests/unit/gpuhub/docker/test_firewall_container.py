@@ -196,6 +196,30 @@ async def test_changed_image_or_rules_replace_the_firewall_container(client: Fak
     assert client.created == [NAME, NAME]
 
 
+async def test_rules_of_a_process_that_started_later_stay(client: FakeDocker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While `gpuhub up` prepares nodes for new settings, the broker with the old ones does not put back its rules."""
+    old, new = build_cluster(), build_cluster(network={"egress": "none"})
+    started = firewall_container._PROCESS_SINCE
+    await ensure(client, old)
+    monkeypatch.setattr(firewall_container, "_PROCESS_SINCE", started + 0.001)
+    await ensure(client, new)
+    monkeypatch.setattr(firewall_container, "_PROCESS_SINCE", started)
+    assert await ensure(client, old) == 7
+    assert client.created == [NAME, NAME]
+    client.there[NAME]["status"] = "exited"
+    await ensure(client, old)
+    assert client.created == [NAME, NAME, NAME]
+
+
+async def test_rules_from_the_future_are_replaced(client: FakeDocker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that was wrong must not keep old rules."""
+    with monkeypatch.context() as patch:
+        patch.setattr(firewall_container, "_PROCESS_SINCE", firewall_container._PROCESS_SINCE + 86400)
+        await ensure(client, build_cluster(network={"egress": "none"}))
+    await ensure(client)
+    assert client.created == [NAME, NAME]
+
+
 async def test_missing_packet_filter_is_reported_with_the_reason(
     client: FakeDocker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
