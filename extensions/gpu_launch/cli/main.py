@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import sys
+import threading
+from typing import NoReturn
 
 import click
 
@@ -62,7 +64,22 @@ def main(arguments: list[str] | None = None) -> None:
         # Characters that the terminal cannot show are replaced.
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    raise SystemExit(run_command(command_line))
+    end_process(run_command(command_line))
+
+
+def end_process(status: int) -> NoReturn:
+    """End the process with a status.
+
+    After Ctrl-C threads may wait for the hub, which nothing can end. Python crashes at times when one of them gets its
+    answer while the interpreter ends, so the process ends at once then.
+    """
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others and all(thread.daemon for thread in others):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)
 
 
 def run_command(arguments: list[str]) -> int:

@@ -278,6 +278,27 @@ def test_an_interrupted_attach_leaves_the_job(hub: FakeHub, project: Path, words
     assert hub.job()["state"] == "running"
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("thread", "output"),
+    [("", "the last line\npython has ended\n"), ("threading.Event().wait", "the last line\n")],
+    ids=["alone", "with a thread"],
+)
+def test_a_process_with_a_waiting_thread_ends_at_once(thread: str, output: str) -> None:
+    """With its status and all its output; Python's own end crashed at times when the thread woke meanwhile."""
+    program = f"""
+import atexit, threading
+from gpu_launch.cli import main
+atexit.register(print, "python has ended")
+if {thread or None}:
+    threading.Thread(target={thread or None}, daemon=True).start()
+print("the last line")
+main.end_process(130)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout) == (130, output), done.stderr
+
+
 def test_a_job_that_the_broker_ended_fails_with_its_reason(
     hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str], in_thread: Callable
 ) -> None:
