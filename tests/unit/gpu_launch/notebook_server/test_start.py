@@ -26,7 +26,7 @@ print(HomeHandler.__name__, orm.User.__name__, roles.get_default_roles.__name__)
 
 @pytest.mark.process
 def test_server_starts_without_the_hubs_parts() -> None:
-    """Neither the database nor the hub's pages; whoever needs them later gets the real ones."""
+    """Neither the database nor the hub's pages; a later import of them is the real one."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.splitlines() == [
         "jupyterhub.singleuser []",
