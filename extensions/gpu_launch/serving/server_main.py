@@ -50,6 +50,9 @@ def main(words: Sequence[str] | None = None) -> None:
             _Rank(asked, folder).serve()
     except UsageError as error:
         sys.stderr.write(f"gpu-launch serve: {error}\n")
+        if dist.is_initialized():
+            # All ranks are here. With a group left, torch's threads at times abort the process when it ends.
+            dist.destroy_process_group()
         sys.exit(_USAGE)
 
 

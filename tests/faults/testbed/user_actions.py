@@ -122,7 +122,7 @@ class UserActions(NodeAccess):
         client = self.clients[name]
         wait_for(
             lambda: client.is_ready(server),
-            f"{name}'s {server} is ready: {self.last_message(name, server)}",
+            lambda: f"{name}'s {server} is ready: {self.last_message(name, server)}",
             deadline_s,
         )
         return wait_for(lambda: self.container(name, server), f"{name}'s {server} has a container")
