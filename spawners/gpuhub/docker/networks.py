@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ _REPLACE_DEADLINE_S = 20.0
 _SUBNET_DEADLINE_S = 10.0
 _ROUTE_DEADLINE_S = 5.0
 #: Time after which no further attempt is made to connect a container to an overlay, and the pause between two, seconds.
-_JOIN_DEADLINE_S, _JOIN_PAUSE_S = 45.0, 1.0
+#: After a network partition the Swarm may be without a leader for 45 s, and nodes find the new one after up to 15 s.
+_JOIN_DEADLINE_S, _JOIN_PAUSE_S = 90.0, 1.0
 #: Docker's texts for attempts that failed in Swarm.
 _JOIN_FAILURES = ("attaching to network failed", "Could not attach to network")
 #: Size of VXLAN's header in each packet, bytes.
@@ -120,12 +121,22 @@ async def _ensure_current(
         await asyncio.sleep(0.1)
 
 
-async def connect_container(daemons: DockerClients, node: str, container: str, network: UserNetwork) -> None:
+async def connect_container(
+    daemons: DockerClients,
+    node: str,
+    container: str,
+    network: UserNetwork,
+    *,
+    report_retry: Callable[[], None] = lambda: None,
+) -> None:
     """Connect a container to a user's network, unless it is connected.
 
     Swarm may fail to set up a network on a node whose daemon was killed, because parts of an older one are still there,
     and on a node that has just come back from a network partition, until it has found the leader again. It is tried
     again for a while; for a moment the daemon then may not know the network at all.
+
+    Args:
+        report_retry: Called before the second attempt.
     """
     began = asyncio.get_running_loop().time()
     has_failed = False
@@ -141,10 +152,13 @@ async def connect_container(daemons: DockerClients, node: str, container: str, n
             if "already exists" in text or "already attached" in text:
                 return
             failed = any(sign in text for sign in _JOIN_FAILURES)
+            is_first = failed and not has_failed
             has_failed |= failed
             is_passing = has_failed and (failed or f"network {network.id} not found" in text)
             if not is_passing or asyncio.get_running_loop().time() - began > _JOIN_DEADLINE_S:
                 raise
+            if is_first:
+                report_retry()
         else:
             return
         await asyncio.sleep(_JOIN_PAUSE_S)

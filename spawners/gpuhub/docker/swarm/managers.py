@@ -15,8 +15,9 @@ from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import DockerClients
 
 SWARM_PORT = 2377
-#: Longest wait for the managers to agree on a leader after one has gone, seconds.
-_ELECTION_DEADLINE_S = 30.0
+#: Longest wait for the managers to agree on a leader after one has gone or come back, seconds. An election takes 10 to
+#: 20 s, and the first may have no winner.
+_ELECTION_DEADLINE_S = 60.0
 #: Longest waits for new managers, and for roles altogether, seconds. For 35 s a manager that has lost its role may be
 #: unable to have it again.
 _PROMOTION_DEADLINE_S, _ROLES_DEADLINE_S = 60.0, 90.0

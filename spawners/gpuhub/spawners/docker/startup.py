@@ -131,10 +131,16 @@ async def start_notebook(
         )
         running, tls = await _run_container(context, node, spec, identity, callbacks.created)
         slot.release_later()
+
+        def report_retry() -> None:
+            callbacks.report(f"Docker on {node} waits for the nodes that keep your network; trying again", 75)
+
         callbacks.report("Connecting your network; JupyterLab starts", 70)
         # In parallel: connecting the network takes half a second, and starting the server takes longer.
         async with asyncio.TaskGroup() as group:
-            group.create_task(networks.connect_container(daemons, node, running.container, network))
+            group.create_task(
+                networks.connect_container(daemons, node, running.container, network, report_retry=report_retry)
+            )
             group.create_task(
                 wait_container_ready(daemons, node, running.container, running.origin + api_path, tls=tls)
             )

@@ -244,8 +244,10 @@ async def test_container_is_connected_after_failures_of_swarm(
     """No attempt is made after one that succeeded."""
     monkeypatch.setattr(networks, "_JOIN_PAUSE_S", 0)
     daemons = JoiningDaemons(*answers, "one attempt too many")
-    await connect_container(daemons, "rig3", "c1", NETWORK)
+    reports: list[str] = []
+    await connect_container(daemons, "rig3", "c1", NETWORK, report_retry=lambda: reports.append("again"))
     assert daemons.answers == ["one attempt too many"]
+    assert reports == ["again"] * (len(answers) > 1)
 
 
 @pytest.mark.parametrize(
