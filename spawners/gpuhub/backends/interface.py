@@ -14,6 +14,7 @@ from typing import Protocol
 
 from gpuhub.broker_api.schemas import Capabilities, JobRequest, LeaseRequest, NodeView, PartitionView, UsageView
 from gpuhub.common.errors import Conflict, GpuhubError, SchedulerUnreachable
+from gpuhub.common.program_session import ProgramSession
 from gpuhub.docker.user_containers import WorkerSpec
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import JobRow, LeaseRow
@@ -229,6 +230,24 @@ class SchedulingBackend(ABC):
             Conflict: The lease has no job.
         """
         raise Conflict(f"lease {spec.lease_id}: {self.title} does not run workers by itself")
+
+    async def start_courier(self, owner: str, arguments: Sequence[str]) -> ProgramSession:
+        """Start a courier for the files of an owner's home, where the nodes have no containers.
+
+        Raises:
+            Unavailable: It cannot be started now.
+            Conflict: The backend's jobs are not what runs.
+        """
+        raise Conflict(f"{self.title} starts no program of {owner}'s by itself")
+
+    async def start_courier_of_job(self, job: JobRow, node: str, arguments: Sequence[str]) -> ProgramSession:
+        """Start a courier beside a job's worker on a node, where the nodes have no containers.
+
+        Raises:
+            Unavailable: It cannot be started now.
+            Conflict: The job has ended, or the backend's jobs are not what runs.
+        """
+        raise Conflict(f"job {job.id}: {self.title} does not run it by itself")
 
     def note_unreachable(self, error: SchedulerUnreachable) -> None:  # noqa: B027 - not every one can be unreachable
         """The backend gives no answer: its last state stays valid, and waiting users see the reason."""

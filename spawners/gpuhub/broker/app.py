@@ -58,6 +58,7 @@ from gpuhub.broker.controllers.suspension_controller import SuspensionController
 from gpuhub.broker.controllers.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
 from gpuhub.broker.db.store import Store
+from gpuhub.broker.files.backend_couriers import BackendCouriers
 from gpuhub.broker.files.couriers import CourierPool, StartCourier
 from gpuhub.broker.files.dataset_stager import DatasetStager
 from gpuhub.broker.files.guest_files import GuestFiles
@@ -160,7 +161,11 @@ def create_app(
     notifications = NotificationController(core=core, send=sender.send, cipher=cipher, machine_urls=machine_urls or {})
     couriers = CourierPool(core=core, daemons=daemons, start=start_courier)
     files, guest_files = (
-        UserFiles(core, couriers, has_containers=capabilities.containers),
+        UserFiles(
+            core,
+            couriers if capabilities.containers else BackendCouriers(backend),
+            has_containers=capabilities.containers,
+        ),
         GuestFiles(core=core, daemons=daemons, couriers=couriers),
     )
     stager = DatasetStager(core=core, daemons=daemons)

@@ -18,7 +18,6 @@ from typing import Any
 from gpuhub.common.errors import NodeUnreachable
 from gpuhub.docker.client import DockerClients
 
-STDOUT, STDERR = 1, 2
 #: Docker's frame header: the stream, three unused bytes, and the size (big-endian).
 _FRAME = struct.Struct(">BxxxI")
 _BLOCK = 256 * 1024
@@ -53,7 +52,7 @@ class Demultiplexer:
 
 
 class ExecSession:
-    """A program that runs in a container. One task at a time may read, and one may send."""
+    """A program that runs in a container, as a `ProgramSession`."""
 
     def __init__(self, node: str, connection: Any) -> None:
         """Wrap what docker-py's `exec_start(socket=True)` returns: a socket, or a file around one."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +17,12 @@ from gpuhub.slurm_client import inventory, messages, parsers
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.job_control import FindName, UserNames, require_job, signal_until_ended
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmSite, SlurmSnapshot, SlurmSubmission, Submitter
+from gpuhub.slurm_client.programs import SlurmPrograms, build_user_command
 from gpuhub.slurm_client.submission import END_SIGNAL, PERSISTED_COMMENT, format_sbatch
 
 #: Time limit of a command, seconds. It fails after 9 s without slurmctld, and hangs without munged.
 TIMEOUT_S = 20.0
-#: Number of concurrent commands. Each waits in a thread, because asyncio cannot start a process as another user.
+#: Number of concurrent commands. Each waits in a thread.
 _MAX_COMMANDS = 8
 _PROGRAMS = ("sbatch", "scancel", "scontrol", "sinfo", "squeue")
 _SACCT = "--format=User,Account,Start,End,AllocTRES"
@@ -50,15 +49,9 @@ class SlurmCliClient:
             commands: Folder of the commands; None for PATH.
             conf: Path of slurm.conf; None for the commands' default.
         """
-        path = os.environ.get("PATH", os.defpath)
-        self._path = path if commands is None else f"{commands}{os.pathsep}{path}"
-        self._commands = commands
-        self._conf = conf
+        self._programs = SlurmPrograms(commands, conf)
+        self._environment = self._programs.environment | {"SLURM_TIME_FORMAT": "%s"}
         self._patience_s = patience_s
-        # Nothing else of the environment, because it contains gpuhub's secrets.
-        self._environment = {"PATH": self._path, "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "%s"}
-        if conf is not None:
-            self._environment["SLURM_CONF"] = str(conf)
         self._threads = ThreadPoolExecutor(_MAX_COMMANDS, thread_name_prefix="slurm")
         self._user_names = UserNames(find_name)
 
@@ -166,7 +159,7 @@ class SlurmCliClient:
         self, config: Mapping[str, str]
     ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
         """Return accounts and QOS, or None if slurmdbd is not used or does not answer."""
-        if not config.get("AccountingStorageType", "").endswith("slurmdbd") or not self._find_program("sacctmgr"):
+        if not config.get("AccountingStorageType", "").endswith("slurmdbd") or not self._programs.find("sacctmgr"):
             return None, None
         try:
             outputs = [
@@ -178,16 +171,14 @@ class SlurmCliClient:
         return tuple(sorted(set(outputs[0].split()))), tuple(sorted(set(outputs[1].split())))
 
     def _require_programs(self) -> None:
-        missing = [program for program in _PROGRAMS if not self._find_program(program)]
+        missing = [program for program in _PROGRAMS if not self._programs.find(program)]
         if missing:
-            where = "on PATH" if self._commands is None else f"in {self._commands}"
+            where = self._programs.place
             raise SetupError(f"Slurm's commands are not {where}: {', '.join(missing)} (Debian: slurm-client)")
         # Without it the commands would wait for a minute.
-        if self._conf is not None and not self._conf.is_file():
-            raise SetupError(f"there is no {self._conf}")
-
-    def _find_program(self, program: str) -> str | None:
-        return shutil.which(program, path=self._path if self._commands is None else str(self._commands))
+        conf = self._programs.conf
+        if conf is not None and not conf.is_file():
+            raise SetupError(f"there is no {conf}")
 
     async def _run(self, program: str, *options: str, given: str = "", submitter: Submitter | None = None) -> str:
         """Run a command and return its output.
@@ -196,10 +187,10 @@ class SlurmCliClient:
             SlurmUnreachable: Slurm does not answer in time.
             SlurmRefused: The command failed; the text has its message.
         """
-        path = self._find_program(program)
+        path = self._programs.find(program)
         if path is None:
             raise SlurmUnreachable(f"Slurm's command {program} is not installed")
-        command, user_options = _run_as([path, *options], submitter)
+        command = build_user_command([path, *options], submitter)
 
         def run() -> subprocess.CompletedProcess[str]:
             return subprocess.run(
@@ -213,7 +204,6 @@ class SlurmCliClient:
                 timeout=self._patience_s,
                 start_new_session=True,
                 check=False,
-                **user_options,
             )
 
         try:
@@ -227,14 +217,3 @@ class SlurmCliClient:
         if done.returncode:
             raise messages.parse_refusal(done.stderr or done.stdout)
         return done.stdout
-
-
-def _run_as(command: list[str], submitter: Submitter | None) -> tuple[list[str], dict[str, Any]]:
-    """Return the command line and the options of `subprocess` that run a command as the submitter."""
-    own = os.geteuid()
-    if submitter is None or submitter.uid == own:
-        return command, {}
-    if own == 0:
-        return command, {"user": submitter.uid, "group": submitter.gid, "extra_groups": list(submitter.groups)}
-    # By the UID, because a name could be an option, or another user.
-    return ["sudo", "--non-interactive", f"--user=#{submitter.uid}", "--", *command], {}

@@ -1,7 +1,8 @@
-"""The program that runs on a node in a user's Slurm job: it runs their notebook, or becomes a worker of their launch.
+"""The program that runs on a node in a user's Slurm job: it runs their notebook, or becomes a worker or a courier.
 
 The text of this file is in the job's script, so it needs only Python 3.8. Its instructions come as JSON on the standard
-input, where neither `ps` nor an environment shows them.
+input, where neither `ps` nor an environment shows them. A courier needs its input and has no secret: its instructions
+are the argument.
 
 A notebook's port is bound here, without listening, while the notebook lives, so that the kernel assigns it to no other
 program. The port is reported to the hub only once a process of the same user listens there. If the hub is away, the
@@ -54,8 +55,8 @@ LAB_SETTINGS = {"disabledExtensions": {"@jupyterlab/debugger-extension": True}}
 
 
 def main() -> None:
-    """Become the program that the instructions on the standard input name."""
-    instructions = json.loads(sys.stdin.read())
+    """Become the program that the instructions name."""
+    instructions = json.loads(sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read())
     node = os.environ.get("SLURMD_NODENAME", "")
     address = instructions["addresses"].get(node)
     if address is None:
@@ -64,11 +65,12 @@ def main() -> None:
     environment.update(build_node_environment(instructions["names"][node], address, os.environ))
     command = instructions["command"]
     try:
-        if "first_worker" not in instructions:
+        if "listen" in instructions:
             run_notebook(instructions, instructions["listen"][node], environment)
-        environment.update(build_worker_environment(instructions, node, os.environ.get(JOB_NODES, "").split()))
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
+        if "first_worker" in instructions:
+            environment.update(build_worker_environment(instructions, node, os.environ.get(JOB_NODES, "").split()))
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)
         os.execvpe(command[0], command, environment)  # noqa: S606 - no shell is meant
     except OSError as error:
         sys.exit(f"gpuhub: {command[0]} cannot be started on {node}: {error.strerror}")

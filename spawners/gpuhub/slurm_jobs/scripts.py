@@ -26,6 +26,7 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls.notebook_certificate import NotebookCertificate
 
 _WORKER_PROGRAM = "gpu-launch-worker"
+_COURIER_MODULE = "gpu_launch.courier"
 #: Folder in the home; the notebook has created it before it requests workers.
 _WORKER_LOGS = ".gpu_launch/jobs/{run}/logs"
 _HERE = Path(__file__).parent
@@ -193,6 +194,72 @@ def _build_worker_instructions(spec: WorkerScriptSpec, runtime: _JobRuntime) -> 
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CourierCommand:
+    """A command line with the environment that it needs."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CourierStepSpec:
+    """Where a courier runs beside a worker."""
+
+    cluster: ClusterSettings
+    user: str
+    #: The Slurm job, its node by Slurm's name, and the run of the worker.
+    slurm_job: int
+    node: str
+    run_id: str
+    has_gpus: bool
+    #: CPUs of the worker, which the step shares with it.
+    cpus: int
+
+
+def find_home(cluster: ClusterSettings, user: str) -> str:
+    """Return the path of a user's home on the machines."""
+    return cluster.storage.home.replace("{username}", user)
+
+
+def build_head_command(cluster: ClusterSettings, user: str, arguments: Sequence[str]) -> CourierCommand:
+    """Build the command line of a courier on the head node, in the environment or image of the site's jobs."""
+    runtime = _build_runtime(cluster, user, has_gpus=False)
+    words = (*runtime.wrapper, *_build_courier(runtime, arguments))
+    return CourierCommand(words=words, environment=_build_shell_environment(runtime, user))
+
+
+def build_step_command(spec: CourierStepSpec, arguments: Sequence[str]) -> CourierCommand:
+    """Build the arguments of `srun` for a courier in a running job, with all that the worker of its node has."""
+    runtime = _build_runtime(spec.cluster, spec.user, has_gpus=spec.has_gpus)
+    instructions = _build_node_tables(spec.cluster) | {
+        "command": _build_courier(runtime, arguments),
+        "environment": {
+            "OMP_NUM_THREADS": str(spec.cpus),
+            "GPU_LAUNCH_RUN": spec.run_id,
+            **_build_user_environment(spec.cluster, spec.user, runtime),
+        },
+    }
+    step = (
+        *(f"--jobid={spec.slurm_job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={spec.node}"),
+        *(f"--cpus-per-task={spec.cpus}", "--mem=0", "--mpi=none", "--unbuffered", "--quiet", "--export=ALL"),
+    )
+    return CourierCommand(
+        words=(*step, *runtime.build_step_command(json.dumps(instructions, sort_keys=True))),
+        environment=_build_shell_environment(runtime, spec.user),
+    )
+
+
+def _build_courier(runtime: _JobRuntime, arguments: Sequence[str]) -> list[str]:
+    return [runtime.python, "-I", "-m", _COURIER_MODULE, *arguments]
+
+
+def _build_shell_environment(runtime: _JobRuntime, user: str) -> dict[str, str]:
+    """Build the variables that the scripts of jobs set themselves."""
+    names = {"USER": user, "LOGNAME": user, "SHELL": "/bin/bash", "LANG": "C.UTF-8"}
+    return {"HOME": runtime.home, "PATH": runtime.path, **names}
+
+
 class _Template(string.Template):
     """A template with placeholders `%{name}`, because `$` belongs to the shell."""
 
@@ -211,14 +278,22 @@ class _JobRuntime:
     programs: str
     #: Shell text that runs before `command` on the same node; may be empty.
     prepare: str
-    #: Command line of `node_main`.
-    command: tuple[str, ...]
+    #: Command line that runs the following one in the container; empty without.
+    wrapper: tuple[str, ...]
+    #: The interpreter there.
+    python: str
 
-    def build_step_command(self) -> tuple[str, ...]:
-        """Return `command` together with `prepare`, for `srun`."""
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return the command line of `node_main`. With `-I` Python imports no module of the user's."""
+        return (*self.wrapper, self.python, "-I", "-c", (_HERE / "node_main.py").read_text(encoding="utf-8"))
+
+    def build_step_command(self, *arguments: str) -> tuple[str, ...]:
+        """Return `command` and its arguments together with `prepare`, for `srun`."""
+        command = (*self.command, *arguments)
         if not self.prepare:
-            return self.command
-        return ("/bin/bash", "-c", f"{self.prepare}\nexec {shlex.join(self.command)}")
+            return command
+        return ("/bin/bash", "-c", f"{self.prepare}\nexec {shlex.join(command)}")
 
 
 def _build_runtime(
@@ -229,9 +304,7 @@ def _build_runtime(
     Args:
         forwarded: Further variables of the script that its container gets.
     """
-    home = cluster.storage.home.replace("{username}", user)
-    # With `-I` Python imports no module of the user's.
-    python = ("python3", "-I", "-c", (_HERE / "node_main.py").read_text(encoding="utf-8"))
+    home = find_home(cluster, user)
     if cluster.slurm.runtime == "plain":
         folder = PurePosixPath(str(cluster.slurm.command)).parent
         return _JobRuntime(
@@ -240,8 +313,9 @@ def _build_runtime(
             path=f"{folder}:{_SYSTEM_PATH}",
             programs=f"{folder}/",
             prepare="",
+            wrapper=(),
             # The notebook's own interpreter has everything that is needed.
-            command=(f"{folder}/{python[0]}", *python[1:]),
+            python=f"{folder}/python3",
         )
     inner_home = f"/home/{user}"
     mounted = ((cluster.storage.datasets, _DATASETS), (cluster.storage.models, _MODELS))
@@ -253,12 +327,13 @@ def _build_runtime(
         path=_SYSTEM_PATH,
         programs="",
         prepare="\n".join(f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in names),
-        command=(
+        wrapper=(
             *("apptainer", "--quiet", "exec", "--containall", "--cleanenv", "--no-privs"),
             *(["--nv"] if has_gpus else []),
             *("--home", f"{home}:{inner_home}", "--pwd", inner_home, *binds),
-            *(str(cluster.slurm.image), *python),
+            str(cluster.slurm.image),
         ),
+        python="python3",
     )
 
 

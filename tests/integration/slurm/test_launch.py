@@ -6,13 +6,17 @@ Hub, broker, Slurm, notebook and kernel are real; ranks run on the CPU, because 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.support.hub.installed_laptop import Laptop
 from tests.support.hub.kernel_client import Kernel, open_kernel
 from tests.support.product import ROOT, wait_for
 from tests.support.slurm.hub import NB, Cluster, build_environment, leases, slurm_hub, start
@@ -88,6 +92,19 @@ def cell(cluster: Cluster) -> Iterator[Kernel]:
         yield opened
     cluster.ada.stop(NB)
     cluster.wait_clear()
+
+
+@pytest.fixture(scope="module")
+def laptop(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Laptop:
+    """gpu-launch, logged in as ada."""
+    folder = tmp_path_factory.mktemp("laptop")
+    logged_in = Laptop(program=Path(sys.executable).with_name("gpu-launch"), home=folder / "home", work=folder / "work")
+    logged_in.home.mkdir()
+    logged_in.work.mkdir()
+    (folder / "token").write_text(cluster.ada.token)
+    output = logged_in.run("login", f"http://127.0.0.1:{cluster.hub.port}", "--token-file", str(folder / "token"))
+    assert "as ada" in output
+    return logged_in
 
 
 @pytest.fixture(autouse=True)
@@ -233,6 +250,74 @@ def test_cancelled_detached_job_has_a_grace_period(cluster: Cluster, cell: Kerne
     wait_free(cluster)
     wait_for(lambda: jobs(cluster)[0]["state"] == "ended", "the broker knows it", 30)
     assert sorted(path.name for path in home.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+def test_laptop_sends_a_folder_and_gets_output_and_files(cluster: Cluster, laptop: Laptop) -> None:
+    """The folder arrives in the home, ranks of two nodes write to it, and the results come back."""
+    laptop.write(
+        "train.py",
+        ALL_REDUCE
+        + """
+    from helper import NAME
+    if os.environ["RANK"] == "0":
+        os.makedirs("results", exist_ok=True)
+        open("results/out.txt", "w").write("the result of " + NAME)
+    """,
+    )
+    laptop.write("helper.py", "NAME = 'helper'")
+    output = laptop.run("run", "--nnodes", "2", "train.py")
+    assert "on rig1 sum 3.0" in output, output
+    assert "on rig2 sum 3.0" in output, output
+    job = jobs(cluster)[0]
+    assert "on rig2 sum 3.0" in laptop.run("logs", str(job["run_id"]))
+    [folder] = (cluster.site.users["ada"].home / "gpu-launch").iterdir()
+    laptop.run("cp", f"home:gpu-launch/{folder.name}/results", "fetched")
+    assert (laptop.work / "fetched/out.txt").read_text() == "the result of helper"
+    assert folder.stat().st_uid == USERS["ada"]
+    wait_free(cluster)
+
+
+def test_laptop_opens_a_terminal_beside_a_worker(cluster: Cluster, cell: Kernel, laptop: Laptop) -> None:
+    """It is on the worker's node, in its Slurm job, with its GPU; it ends with its client, and the job goes on."""
+    del cell  # ada's notebook is running as well
+    laptop.write("sleep.py", "import time; print('sleeping', flush=True); time.sleep(600)")
+    laptop.run("run", "--detach", "--nnodes", "2", "sleep.py")
+    run = str(jobs(cluster)[0]["run_id"])
+    wait_for(lambda: "sleeping" in laptop.run("logs", run), "the job runs", 120)
+    [job] = launches(cluster)
+    show = "echo on $GPUHUB_NODE in $SLURM_JOB_ID with $GPUHUB_GPU_UUIDS as $(id -u); cat; exit 3"
+    shown = laptop.run("shell", run, "--worker", "1", "--", "sh", "-c", show, code=3, stdin="typed\x04")
+    assert f"on rig2 in {job} with SLURM-rig2-0 as {USERS['ada']}" in shown, shown
+    assert "typed" in shown, shown
+    laptop.run("ssh-config")
+    ssh = ("ssh", "-F", str(laptop.home / ".ssh/config"), f"gpuhub-{run}.1", "echo $GPUHUB_NODE; id -u; pwd")
+    done = subprocess.run(
+        ssh, cwd=laptop.work, env=laptop.environ(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split() == ["rig2", str(USERS["ada"]), str(cluster.site.users["ada"].home)], done
+    with laptop.start("shell", run, "--", "sh", "-c", "echo begun; exec sleep 1234") as terminal:
+        assert terminal.stdout is not None
+        assert any("begun" in line for line in terminal.stdout)
+        assert find_processes(b"sleep\x001234")
+        terminal.kill()
+    wait_for(lambda: not find_processes(b"sleep\x001234"), "the terminal's processes have ended", 30)
+    wait_for(lambda: not find_processes(b"srun\0--jobid"), "the terminal's step has ended", 30)
+    status, refusal = cluster.ben.ask(cluster.ben.broker, "GET", f"/jobs/{jobs(cluster)[0]['id']}/logs")
+    assert status == 404, refusal
+    assert launches(cluster) == [job]
+    laptop.run("cancel", run)
+    wait_free(cluster)
+
+
+def find_processes(command: bytes) -> list[int]:
+    """Return the processes whose command line contains this."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if command in (entry / "cmdline").read_bytes():
+                    pids.append(int(entry.name))
+    return pids
 
 
 def test_cells_share_the_worker_of_one_slurm_job(cluster: Cluster, cell: Kernel) -> None:

@@ -28,6 +28,7 @@ from gpuhub.backends.slurm.accounting import SlurmAccounting
 from gpuhub.backends.slurm.lease_jobs import FindSubmitter, JobUpdater, Submissions
 from gpuhub.backends.slurm.node_power import find_power
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
+from gpuhub.backends.slurm.user_programs import UserPrograms
 from gpuhub.broker_api.schemas import (
     Capabilities,
     JobRequest,
@@ -40,6 +41,7 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, SchedulerUnreachable
+from gpuhub.common.program_session import ProgramSession
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.user_containers import WorkerSpec
 from gpuhub.domain import lease_states
@@ -93,6 +95,7 @@ class SlurmBackend(SchedulingBackend):
         self._instance = instance
         self._capabilities = build_capabilities(cluster)
         self._node_names = {node.slurm_name: node.name for node in cluster.nodes}
+        self._programs = UserPrograms(cluster, find_submitter)
         self._scheduler = SlurmScheduler(
             build_parameters(cluster.scheduling), instance=instance, node_names=self._node_names, table=cluster.slurm
         )
@@ -313,6 +316,15 @@ class SlurmBackend(SchedulingBackend):
     async def start_worker(self, spec: WorkerSpec) -> str:
         return bare_nodes.name_worker(spec)
 
+    async def start_courier(self, owner: str, arguments: Sequence[str]) -> ProgramSession:
+        return await self._programs.start_on_head(owner, arguments)
+
+    async def start_courier_of_job(self, job: JobRow, node: str, arguments: Sequence[str]) -> ProgramSession:
+        lease = self._host.leases().get(job.lease_id)
+        if lease is None:
+            raise Conflict(f"job {job.id} has ended")
+        return await self._programs.start_in_job(lease, job, node, arguments)
+
     def note_unreachable(self, error: SchedulerUnreachable) -> None:
         self._scheduler.note_unreachable(f"no answer now ({error})")
 
@@ -346,4 +358,5 @@ class SlurmBackend(SchedulingBackend):
         return await self._accounting.count_hours(since, until)
 
     async def close(self) -> None:
+        await self._programs.close()
         await self._api.close()

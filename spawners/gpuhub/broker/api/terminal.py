@@ -24,9 +24,6 @@ from gpuhub.broker.files.courier_client import CourierClient
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker_api.schemas import WorkerState
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotAllowed
-from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import COURIER_COMMAND
-from gpuhub.docker.exec_session import start_exec
 from gpuhub.domain.models import JobRow, WorkerRow
 
 #: Exit code that is reported for a terminal that failed.
@@ -75,7 +72,6 @@ async def _serve_program(
 ) -> None:
     """Run a program of the courier's in a running worker of one of the caller's jobs, or refuse the connection."""
     files = cast("UserFiles", websocket.app.state.user_files)
-    daemons = cast("DockerClients", websocket.app.state.daemons)
     try:
         check_origin(websocket.headers.get("origin"), websocket.headers.get("host", ""))
         watch = AccessWatch(
@@ -89,10 +85,7 @@ async def _serve_program(
         if any("\0" in argument for argument in arguments):
             raise InvalidRequest("command, key: it contains a null character")
         with files.streams.acquire(kind, job.owner):
-            session = await start_exec(
-                daemons, worker_row.node, worker_row.container_id or "", (*COURIER_COMMAND, *arguments)
-            )
-            async with CourierClient(session) as client:
+            async with files.couriers.connect_worker(job, worker_row, arguments) as client:
                 await websocket.accept()
                 await _serve(websocket, client, watch)
     except GpuhubError as error:

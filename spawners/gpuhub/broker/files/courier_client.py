@@ -6,10 +6,10 @@ import asyncio
 import json
 import logging
 import struct
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from gpuhub.broker_api.errors import NoSpace, SizeLimitExceeded
 from gpuhub.common.errors import (
@@ -18,8 +18,9 @@ from gpuhub.common.errors import (
     NotFound,
     Unavailable,
 )
+from gpuhub.common.program_session import STDOUT, ProgramSession
 from gpuhub.common.units import format_size
-from gpuhub.docker.exec_session import STDOUT, ExecSession
+from gpuhub.domain.models import JobRow, WorkerRow
 
 log = logging.getLogger(__name__)
 BEGIN, DATA, END, RESIZE = range(4)
@@ -54,10 +55,28 @@ _ERRORS: Mapping[str, type[GpuhubError]] = {
 }
 
 
+class Couriers(Protocol):
+    """What runs couriers: in containers (`CourierPool`), or by the backend (`BackendCouriers`)."""
+
+    def connect(self, owner: str, arguments: Sequence[str]) -> AbstractAsyncContextManager[CourierClient]:
+        """Run one command on the files of an owner's home, see `gpu_launch.courier.main`."""
+        ...
+
+    def connect_job(self, job: JobRow, arguments: Sequence[str]) -> AbstractAsyncContextManager[CourierClient]:
+        """Run one command where the files of a job are now."""
+        ...
+
+    def connect_worker(
+        self, job: JobRow, worker: WorkerRow, arguments: Sequence[str]
+    ) -> AbstractAsyncContextManager[CourierClient]:
+        """Run one command beside a running worker."""
+        ...
+
+
 class CourierClient:
     """One command that a courier runs: an async context manager, whose exit ends the command."""
 
-    def __init__(self, session: ExecSession) -> None:
+    def __init__(self, session: ProgramSession) -> None:
         self._exec = session
         self._line = bytearray()
         self._reports_size = self._reports_count = 0

@@ -28,7 +28,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_spec import COURIER_COMMAND
 from gpuhub.docker.exec_session import ExecSession, start_exec
 from gpuhub.docker.user_containers import CourierSpec
-from gpuhub.domain.models import JobRow
+from gpuhub.domain.models import JobRow, WorkerRow
 
 #: Starts a courier, replacing an existing one, and returns its container's id.
 StartCourier = Callable[[CourierSpec], Awaitable[str]]
@@ -96,6 +96,20 @@ class CourierPool:
         else:
             async with CourierClient(session) as client:
                 yield client
+
+    @asynccontextmanager
+    async def connect_worker(
+        self, job: JobRow, worker: WorkerRow, arguments: Sequence[str]
+    ) -> AsyncIterator[CourierClient]:
+        """Run one command in the container of a running worker.
+
+        Raises:
+            Unavailable, GpuhubError: as for `connect`.
+        """
+        command = (*COURIER_COMMAND, *arguments)
+        session = await start_exec(self._daemons, worker.node, worker.container_id or "", command)
+        async with CourierClient(session) as client:
+            yield client
 
     async def _open_on_guest(self, job: JobRow, arguments: Sequence[str]) -> ExecSession | None:
         for worker in job.workers:

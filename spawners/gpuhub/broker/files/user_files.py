@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from gpuhub.broker.admission import access
-from gpuhub.broker.files.courier_client import CourierClient
-from gpuhub.broker.files.couriers import CourierPool
+from gpuhub.broker.files.courier_client import CourierClient, Couriers
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import SizeLimitExceeded
 from gpuhub.broker_api.schemas import UploadResult
@@ -32,10 +31,7 @@ MAX_STATE = 256 * 1024
 #: Largest page that a notebook is rendered to, bytes.
 MAX_PAGE = 64 * 1024 * 1024
 
-_NO_CONTAINERS = (
-    "files, logs and terminals need Docker on the nodes, and this cluster's nodes have none: use JupyterLab's own file "
-    "browser and terminal"
-)
+_NO_CONTAINERS = "views of notebooks need Docker on the nodes, and this cluster's nodes have none"
 
 
 class NotebookFile(BaseModel):
@@ -61,9 +57,9 @@ class FileStream:
 class UserFiles:
     """Operations on the files of callers' homes."""
 
-    def __init__(self, core: BrokerState, couriers: CourierPool, *, has_containers: bool) -> None:
+    def __init__(self, core: BrokerState, couriers: Couriers, *, has_containers: bool) -> None:
         self._core = core
-        self._couriers = couriers
+        self.couriers = couriers
         self._has_containers = has_containers
         #: Limits of concurrent transfers, logs and terminals.
         self.streams = access.ConcurrencyLimiter()
@@ -80,7 +76,7 @@ class UserFiles:
         arguments = ("put", f"--limit={limit}", "--", path)
         try:
             with self.streams.acquire(access.TRANSFERS, owner):
-                async with self._couriers.connect(owner, arguments) as client:
+                async with self.couriers.connect(owner, arguments) as client:
                     return _parse_result(
                         UploadResult, await _send_all(client, body, limit), "numbers of files and bytes"
                     )
@@ -97,7 +93,7 @@ class UserFiles:
         check_relative_path(path)
         arguments = ("get", f"--limit={self._core.cluster.jobs.upload_limit}", "--", path)
         owner = self.require_user(caller)
-        stack, client = await self._open(self._couriers.connect(owner, arguments), (access.TRANSFERS, owner))
+        stack, client = await self._open(self.couriers.connect(owner, arguments), (access.TRANSFERS, owner))
         return FileStream(client.read_output(limit_s=SILENCE_TIMEOUT_S), stack)
 
     async def read_logs(
@@ -131,11 +127,10 @@ class UserFiles:
         """Return the end of a detached job's output for a user who may view it; with `follow` until the job's end.
 
         Raises:
-            Conflict: the job is not detached, or the nodes have no containers.
+            Conflict: the job is not detached.
             TooManyStreams, Unavailable: the output cannot be read.
         """
         _check_detached(job)
-        self._require_containers()
         kinds = ((access.SHARED_VIEWS, viewer), (access.SHARED_OUTPUTS, job.owner))
         return await self._open_logs(job, (f"--tail={tail}",), kinds, follow=follow)
 
@@ -144,7 +139,7 @@ class UserFiles:
     ) -> FileStream:
         """Return the output of a detached job; it counts as one stream of each of the kinds."""
         options = [f"--per-node={job.nproc_per_node}", *arguments, *(["--follow"] if follow else [])]
-        connection = self._couriers.connect_job(job, ("logs", *options, "--", job.run_id))
+        connection = self.couriers.connect_job(job, ("logs", *options, "--", job.run_id))
         stack, client = await self._open(connection, *kinds)
         if follow:
             watch = asyncio.ensure_future(self._finish_after(job.id, client))
@@ -161,7 +156,7 @@ class UserFiles:
         """
         job = await self.find_detached_job(caller, job_id)
         with self.streams.acquire(access.STATES, job.owner):
-            async with self._couriers.connect_job(job, ("state", "--", job.run_id)) as client:
+            async with self.couriers.connect_job(job, ("state", "--", job.run_id)) as client:
                 text = bytearray()
                 async for part in client.read_output(limit_s=SILENCE_TIMEOUT_S):
                     text += part
@@ -202,9 +197,10 @@ class UserFiles:
         self, reader: str, arguments: Sequence[str], owner: str
     ) -> AsyncIterator[CourierClient]:
         """Run a command on a notebook in the owner's courier; it counts as a view of both users."""
-        self._require_containers()
+        if not self._has_containers:
+            raise Conflict(_NO_CONTAINERS)
         kinds = ((access.SHARED_VIEWS, reader), (access.SHARED_OUTPUTS, owner))
-        stack, client = await self._open(self._couriers.connect(owner, ("notebook", *arguments)), *kinds)
+        stack, client = await self._open(self.couriers.connect(owner, ("notebook", *arguments)), *kinds)
         async with stack:
             yield client
 
@@ -225,16 +221,10 @@ class UserFiles:
 
         Raises:
             NotAllowed: the caller is a service, which has no home.
-            Conflict: the nodes have no containers.
         """
         if not caller.is_user:
             raise NotAllowed(f"{caller.name} is not a user: only owners may use files, logs and terminals")
-        self._require_containers()
         return caller.name
-
-    def _require_containers(self) -> None:
-        if not self._has_containers:
-            raise Conflict(_NO_CONTAINERS)
 
     async def find_detached_job(self, caller: Identity, job_id: str) -> JobRow:
         """Return a job of the caller that has output in the home, ended or not.

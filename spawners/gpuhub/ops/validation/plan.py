@@ -69,7 +69,9 @@ def build_plan(view: ClusterView, usage: UsageView, user: str) -> ValidationPlan
         InvalidRequest: There is nothing to validate, the backend has no containers, or the user's limit is too low.
     """
     if not view.capabilities.containers:
-        raise InvalidRequest("validate sends files to its jobs, which needs Docker on the nodes; this cluster has none")
+        raise InvalidRequest(
+            "validate compares the GPUs that jobs see with their UUIDs, which gpuhub knows only of nodes with Docker"
+        )
     _check_idle(view)
     up = [node for node in view.nodes if node.state is NodeState.UP]
     nodes = tuple(node for node in up if _free_gpus(node))

@@ -224,21 +224,23 @@ async def test_without_docker_a_detached_job_ends_as_its_slurm_job_does(
         assert reason in ended["reason"]
 
 
-async def test_cluster_without_containers_refuses_files_logs_and_terminals(
-    tmp_path: Path, slurm: ScriptedSlurm
+async def test_without_containers_no_docker_daemon_is_asked_for_files_logs_and_terminals(
+    plain: Setting, slurm: ScriptedSlurm, tmp_path: Path
 ) -> None:
-    """Nothing is sent to any Docker daemon: nodes without an address would otherwise be this machine."""
-    table = SlurmSettings(runtime="plain", command=Path("/opt/gpuhub/bin/jupyterhub-singleuser"))
-    setting = Setting(
-        tmp_path, cluster=slurm_cluster(slurm=table), build_backend=lambda cluster: build_backend(cluster, slurm)
-    )
-    async with asgi_broker(setting, wait=False) as running:
+    """Nodes without an address would otherwise be this machine. The head node has neither the home nor `srun`."""
+    table = SlurmSettings(runtime="plain", command=Path("/opt/singleuser"), commands=tmp_path)
+    plain.cluster = slurm_cluster(slurm=table)
+    async with asgi_broker(plain, wait=False) as running:
         body = {"run_id": "run-000001", "nnodes": 1, "detached": True}
         job = str((await post(running, "ada", "/jobs", body, status=201))["id"])
         async with running.client("ada") as client:
             for path in ("/files?path=a", f"/jobs/{job}/logs", f"/jobs/{job}/state"):
                 refusal = await client.get(f"/api/v1{path}")
                 assert refusal.status_code == 409, path
-                assert "files, logs and terminals need Docker on the nodes" in refusal.json()["detail"]
+                assert "/home/ada is not on the head node" in refusal.json()["detail"]
         assert await open_socket(running, f"/api/v1/jobs/{job}/shell", "ada") == 409
-    assert all(not node.containers for node in setting.nodes.values())
+        path, job_id = await launch_without_docker(running, slurm, detached=True)
+        await wait_for_state(running, f"/jobs/{path}", "running")
+        assert await open_socket(running, f"/api/v1/jobs/{path}/shell", "ada") == 503
+        assert slurm.asked[job_id]
+    assert all(not node.containers for node in plain.nodes.values())

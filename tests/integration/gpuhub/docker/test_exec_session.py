@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuhub.common.errors import NodeUnreachable
-from gpuhub.docker.exec_session import STDERR, STDOUT, Demultiplexer, ExecSession
+from gpuhub.common.program_session import STDERR, STDOUT
+from gpuhub.docker.exec_session import Demultiplexer, ExecSession
 
 
 def frame(stream: int, data: bytes) -> bytes:

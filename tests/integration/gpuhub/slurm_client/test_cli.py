@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SetupError
-from gpuhub.slurm_client import cli
+from gpuhub.slurm_client import programs
 from gpuhub.slurm_client.cli import SlurmCliClient
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.messages import parse_refusal, parse_version, require_version, shorten_error
@@ -115,14 +116,22 @@ async def test_sbatch_runs_as_the_submitter(open_commands: Commands) -> None:
 
 
 def test_sudo_is_used_if_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(programs.os, "geteuid", lambda: 1000)
     ada = Submitter(name="--user=root", uid=71001, gid=71001, groups=(5,))
-    command, become = cli._run_as(["/usr/bin/sbatch", "--parsable"], ada)
+    command = programs.build_user_command(["/usr/bin/sbatch", "--parsable"], ada)
     assert command == ["sudo", "--non-interactive", "--user=#71001", "--", "/usr/bin/sbatch", "--parsable"]
-    assert become == {}
-    assert cli._run_as(["sbatch"], Submitter(name="me", uid=1000, gid=1000)) == (["sbatch"], {})
-    monkeypatch.setattr(cli.os, "geteuid", lambda: 0)
-    assert cli._run_as(["sbatch"], ada) == (["sbatch"], {"user": 71001, "group": 71001, "extra_groups": [5]})
+    assert programs.build_user_command(["sbatch"], Submitter(name="me", uid=1000, gid=1000)) == ["sbatch"]
+
+
+def test_user_has_their_own_numbers_only() -> None:
+    """root's groups and capabilities are gone."""
+    for groups, shown in (((5,), ["5", "71002"]), ((), ["71002"])):
+        ada = Submitter(name="ada", uid=71001, gid=71002, groups=groups)
+        show = "id -u; id -g; id -G | tr ' ' '\\n' | sort -n | xargs; grep CapEff /proc/self/status"
+        done = subprocess.run(
+            programs.build_user_command(["sh", "-c", show], ada), capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == ["71001", "71002", *shown, "CapEff:", "0" * 16]
 
 
 async def test_json_errors_with_exit_status_0_mean_unreachable(api: SlurmCliClient, commands: Commands) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -16,10 +17,13 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.slurm_client.submission import END_SIGNAL
 from gpuhub.slurm_jobs import scripts
 from gpuhub.slurm_jobs.scripts import (
+    CourierStepSpec,
     NotebookScriptSpec,
     WorkerScriptSpec,
+    build_head_command,
     build_log_name,
     build_notebook_script,
+    build_step_command,
     build_worker_script,
 )
 from gpuhub.tls.notebook_certificate import NotebookCertificate
@@ -302,12 +306,35 @@ def test_single_worker_needs_no_job_step(tmp_path: Path) -> None:
     assert not (tmp_path / "srun").exists()
 
 
-def test_worker_script_fails_without_the_run_folder(tmp_path: Path) -> None:
+def test_worker_script_fails_without_the_home(tmp_path: Path) -> None:
+    """It makes the folder of its logs, as a job from a laptop has none, but no home where that is not mounted."""
     node = ScriptNode(tmp_path, PLAIN)
-    done = node.run(build_worker_script(build_spec(node.cluster, run_id="run-2")))
+    script = build_worker_script(build_spec(node.cluster, run_id="run-2"))
+    assert node.run(script).returncode == 0
+    logs = node.home / ".gpu_launch" / "jobs" / "run-2" / "logs"
+    assert [path.name for path in logs.iterdir()] == ["slurm-7.log"]
+    (tmp_path / "srun").unlink()
+    shutil.rmtree(node.home)
+    done = node.run(script)
     assert done.returncode == 1
-    assert "run-2/logs" in done.stderr
+    assert str(node.home) in done.stderr
+    assert not node.home.exists()
     assert not (tmp_path / "srun").exists()
+
+
+@pytest.mark.parametrize("runtime", [PLAIN, APPTAINER], ids=["plain", "apptainer"])
+def test_courier_commands_match_the_golden_file(runtime: dict[str, str]) -> None:
+    of = cluster(**runtime)
+    step = CourierStepSpec(cluster=of, user="ada", slurm_job=17, node="sx1", run_id="run-1", has_gpus=True, cpus=4)
+    text = ""
+    for command in (
+        build_head_command(of, "ada", ("put", "--limit=5", "--", "work")),
+        build_step_command(step, ("shell", "--columns=80", "--rows=24", "--run=echo '$HOME'")),
+    ):
+        text += json.dumps(command.environment, sort_keys=True) + "\n"
+        text += "".join(f"{word}\n" for word in command.words).replace(ON_NODE.read_text(), "<node_main.py>") + "\n"
+    text = text.replace(shlex.quote(ON_NODE.read_text()), "<node_main.py>")
+    check_golden(text, GOLDEN / f"couriers-{runtime['runtime']}.txt")
 
 
 @pytest.mark.parametrize(("runtime", "folder"), [(PLAIN, "/srv/models"), (APPTAINER, "/models")])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpuhub.broker.files.courier_client import MAX_EARLY_OUTPUT, MAX_LINE, MAX_REPORTS, CourierClient
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.common.log_text import EscapingFormatter
-from gpuhub.docker.exec_session import STDERR, STDOUT, ExecSession
+from gpuhub.common.program_session import STDERR, STDOUT, ProgramSession
 
 #: Docker's largest part.
 PART = 32 * 1024
@@ -51,7 +51,7 @@ class HostileSession:
 async def run(session: HostileSession) -> tuple[int, dict[str, Any]]:
     """Run a command; return the size of its output and its result."""
     size = 0
-    async with CourierClient(cast("ExecSession", session)) as client:
+    async with CourierClient(cast("ProgramSession", session)) as client:
         async for data in client.read_output():
             size += len(data)
         return size, client.result
@@ -120,7 +120,7 @@ async def test_output_before_the_first_report_is_bounded_and_not_lost(size: int)
     session = HostileSession([*[(STDOUT, b"x" * size)] * count, (STDERR, READY + DONE)])
     tracemalloc.start()
     try:
-        async with CourierClient(cast("ExecSession", session)) as client:
+        async with CourierClient(cast("ProgramSession", session)) as client:
             assert session.read_bytes[STDOUT] < MAX_EARLY_OUTPUT + PART
             assert tracemalloc.get_traced_memory()[1] < MAX_MEMORY
             tracemalloc.stop()

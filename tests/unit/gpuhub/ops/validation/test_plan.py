@@ -82,7 +82,7 @@ async def test_limit_of_the_user_must_allow_all_gpus(running: Running) -> None:
 
 async def test_backend_without_containers_is_refused(running: Running) -> None:
     view = (await fetch_view(running)).model_copy(update={"capabilities": Capabilities(containers=False)})
-    with pytest.raises(InvalidRequest, match="needs Docker on the nodes"):
+    with pytest.raises(InvalidRequest, match="only of nodes with Docker"):
         build_plan(view, UNLIMITED, "ada")
 
 

@@ -2,7 +2,7 @@
 # The workers of a launch, written by gpuhub for one job. It contains no secret.
 export HOME=/srv/home/ada USER=ada LOGNAME=ada SHELL=/bin/bash LANG=C.UTF-8 PATH=/opt/gpuhub/bin:/usr/local/bin:/usr/bin:/bin
 umask 077
-cd "$HOME"/.gpu_launch/jobs/run-1/logs || exit 1
+cd "$HOME" && mkdir -p .gpu_launch/jobs/run-1/logs && cd .gpu_launch/jobs/run-1/logs || exit 1
 exec >"slurm-$SLURM_JOB_ID.log" 2>&1
 umask 022
 cd "$HOME" || exit 1
