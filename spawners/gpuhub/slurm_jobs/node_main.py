@@ -53,6 +53,9 @@ LEFT_FOLDER_S = 60.0
 #: JupyterLab's debugger would open a port on which every user of the node could run code in the kernel.
 LAB_SETTINGS = {"disabledExtensions": {"@jupyterlab/debugger-extension": True}}
 
+#: Variables of Apptainer that would replace a user's own prompt in terminals.
+APPTAINER_PROMPT = ("PROMPT_COMMAND", "PS1")
+
 
 def main() -> None:
     """Become the program that the instructions name."""
@@ -62,6 +65,8 @@ def main() -> None:
     if address is None:
         sys.exit(f"gpuhub: Slurm runs this on node {node!r}, which is not in cluster.toml")
     environment = dict(os.environ, **instructions["environment"])
+    for name in APPTAINER_PROMPT:
+        environment.pop(name, None)
     environment.update(build_node_environment(instructions["names"][node], address, os.environ))
     command = instructions["command"]
     try:

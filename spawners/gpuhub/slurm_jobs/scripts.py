@@ -30,6 +30,8 @@ _COURIER_MODULE = "gpu_launch.courier"
 #: Folder in the home; the notebook has created it before it requests workers.
 _WORKER_LOGS = ".gpu_launch/jobs/{run}/logs"
 _HERE = Path(__file__).parent
+#: Standard input of `node_main` in a script.
+_INSTRUCTIONS = '<<<"$instructions"'
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _DATASETS = "/datasets"
 _MODELS = "/models"
@@ -72,9 +74,7 @@ def build_notebook_script(spec: NotebookScriptSpec) -> str:
         "log": build_log_name(spec.server),
         "instructions": json.dumps(_build_notebook_instructions(spec, runtime), sort_keys=True),
     }
-    return _fill_template(
-        "notebook.template", texts=texts, lines={"prepare": runtime.prepare, "command": shlex.join(runtime.command)}
-    )
+    return _fill_template("notebook.template", texts=texts, lines={"run": runtime.format_run()})
 
 
 def build_log_name(server: str) -> str:
@@ -150,7 +150,7 @@ def build_worker_script(spec: WorkerScriptSpec) -> str:
 def _format_step(spec: WorkerScriptSpec, runtime: _JobRuntime) -> str:
     """Return the command that runs one task per node. It replaces the script, so signals reach the workers."""
     count = "$SLURM_JOB_NUM_NODES"
-    return f'exec {_format_srun(spec, count)} {shlex.join(runtime.build_step_command())} <<<"$instructions"'
+    return f"exec {_format_srun(spec, count)} {shlex.join(runtime.build_step_command())} {_INSTRUCTIONS}"
 
 
 def _format_detached(spec: WorkerScriptSpec, runtime: _JobRuntime) -> str:
@@ -159,13 +159,12 @@ def _format_detached(spec: WorkerScriptSpec, runtime: _JobRuntime) -> str:
     Slurm ends the whole job with this process and reports its exit code.
     """
     count = "$((SLURM_JOB_NUM_NODES - 1))"
-    others = f'{_format_srun(spec, count)} --relative=1 {shlex.join(runtime.build_step_command())} <<<"$instructions" &'
+    others = f"{_format_srun(spec, count)} --relative=1 {shlex.join(runtime.build_step_command())} {_INSTRUCTIONS} &"
     lines = (
         'if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then',
         f"  {others}",
         "fi",
-        *([runtime.prepare] if runtime.prepare else []),
-        f'exec {shlex.join(runtime.command)} <<<"$instructions"',
+        runtime.format_run(),
     )
     return "\n".join(lines)
 
@@ -225,7 +224,7 @@ def find_home(cluster: ClusterSettings, user: str) -> str:
 def build_head_command(cluster: ClusterSettings, user: str, arguments: Sequence[str]) -> CourierCommand:
     """Build the command line of a courier on the head node, in the environment or image of the site's jobs."""
     runtime = _build_runtime(cluster, user, has_gpus=False)
-    words = (*runtime.wrapper, *_build_courier(runtime, arguments))
+    words = (*runtime.container, *runtime.image, *_build_courier(runtime, arguments))
     return CourierCommand(words=words, environment=_build_shell_environment(runtime, user))
 
 
@@ -276,24 +275,40 @@ class _JobRuntime:
     path: str
     #: Folder of gpuhub's programs with a final slash; empty if they are on PATH.
     programs: str
-    #: Shell text that runs before `command` on the same node; may be empty.
-    prepare: str
-    #: Command line that runs the following one in the container; empty without.
-    wrapper: tuple[str, ...]
-    #: The interpreter there.
+    #: The interpreter, in the container if there is one.
     python: str
+    #: Command line of Apptainer up to the image; empty without a container.
+    container: tuple[str, ...] = ()
+    #: The image's path, if there is a container.
+    image: tuple[str, ...] = ()
+    #: Variables of the script that the container gets.
+    forwarded: tuple[str, ...] = ()
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command line of `node_main`. With `-I` Python imports no module of the user's."""
-        return (*self.wrapper, self.python, "-I", "-c", (_HERE / "node_main.py").read_text(encoding="utf-8"))
+        """Return the command line of `node_main`, after the image. With `-I` Python imports no module of the user's."""
+        return (*self.image, self.python, "-I", "-c", (_HERE / "node_main.py").read_text(encoding="utf-8"))
+
+    def format_run(self, *arguments: str, stdin: str = _INSTRUCTIONS) -> str:
+        """Return the shell text that runs `command` with this redirection and ends the shell with its exit code."""
+        command = shlex.join((*self.command, *arguments))
+        if not self.container:
+            return f"exec {command} {stdin}"
+        lines = {
+            "variables": "\n".join(
+                f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in self.forwarded
+            ),
+            "container": shlex.join(self.container),
+            "command": command,
+            "stdin": stdin,
+        }
+        return _fill_template("apptainer.template", texts={}, lines=lines).rstrip()
 
     def build_step_command(self, *arguments: str) -> tuple[str, ...]:
-        """Return `command` and its arguments together with `prepare`, for `srun`."""
-        command = (*self.command, *arguments)
-        if not self.prepare:
-            return command
-        return ("/bin/bash", "-c", f"{self.prepare}\nexec {shlex.join(command)}")
+        """Return the command line for `srun`, which passes on its standard input."""
+        if not self.container:
+            return (*self.command, *arguments)
+        return ("/bin/bash", "-c", self.format_run(*arguments, stdin="<&0"))
 
 
 def _build_runtime(
@@ -312,28 +327,25 @@ def _build_runtime(
             inner_home=home,
             path=f"{folder}:{_SYSTEM_PATH}",
             programs=f"{folder}/",
-            prepare="",
-            wrapper=(),
             # The notebook's own interpreter has everything that is needed.
             python=f"{folder}/python3",
         )
     inner_home = f"/home/{user}"
     mounted = ((cluster.storage.datasets, _DATASETS), (cluster.storage.models, _MODELS))
     binds = [word for source, target in mounted if source for word in ("--bind", f"{source}:{target}:ro")]
-    names = (*_FORWARDED, *forwarded)
     return _JobRuntime(
         home=home,
         inner_home=inner_home,
         path=_SYSTEM_PATH,
         programs="",
-        prepare="\n".join(f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in names),
-        wrapper=(
+        python="python3",
+        container=(
             *("apptainer", "--quiet", "exec", "--containall", "--cleanenv", "--no-privs"),
             *(["--nv"] if has_gpus else []),
             *("--home", f"{home}:{inner_home}", "--pwd", inner_home, *binds),
-            str(cluster.slurm.image),
         ),
-        python="python3",
+        image=(str(cluster.slurm.image),),
+        forwarded=(*_FORWARDED, *forwarded),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -120,43 +121,86 @@ def test_token_is_not_in_arguments_or_environment(tmp_path: Path) -> None:
     assert "secret-token" not in (home / ".gpuhub" / "notebook.log").read_text()
 
 
+RUNTIMES = pytest.mark.parametrize("runtime", ["plain", "apptainer"])
+
+
+@RUNTIMES
 @pytest.mark.parametrize(("ends", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", -signal.SIGKILL)])
-def test_notebook_script_returns_the_exit_code_of_the_notebook(ends: str, status: int, tmp_path: Path) -> None:
-    assert run_with(f"#!/bin/bash\n{ends}\n", tmp_path).wait(30) == status
+def test_notebook_script_returns_the_exit_code_of_the_notebook(
+    ends: str, status: int, runtime: str, tmp_path: Path
+) -> None:
+    # The shell that runs Apptainer stays, and exits as shells do after a signal.
+    expected = 128 - status if status < 0 and runtime == "apptainer" else status
+    assert run_with(f"#!/bin/bash\n{ends}\n", tmp_path, runtime).wait(30) == expected
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_signal_is_forwarded_to_the_notebook(tmp_path: Path) -> None:
+@RUNTIMES
+def test_signal_is_forwarded_to_the_notebook(runtime: str, tmp_path: Path) -> None:
     program = f"#!/bin/bash\ntrap 'echo told; exit 7' TERM\ntouch {tmp_path}/ready\nwhile :; do sleep 0.05; done\n"
-    running = run_with(program, tmp_path)
+    running = run_with(program, tmp_path, runtime)
     while not (tmp_path / "ready").exists():
         assert running.poll() is None
     running.terminate()
     assert running.wait(30) == 7
     assert (tmp_path / "home" / ".gpuhub" / "notebook.log").read_text() == "told\n"
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_end_signal_stops_a_notebook_that_ignores_sigterm(tmp_path: Path) -> None:
+@RUNTIMES
+def test_end_signal_stops_a_notebook_that_ignores_sigterm(runtime: str, tmp_path: Path) -> None:
     program = f"#!/bin/bash\ntrap '' TERM\ntouch {tmp_path}/ready\nwhile :; do sleep 0.05; done\n"
-    running = run_with(program, tmp_path)
+    running = run_with(program, tmp_path, runtime)
     while not (tmp_path / "ready").exists():
         assert running.poll() is None
     running.terminate()
     number = signal.Signals[f"SIG{END_SIGNAL}"]
     running.send_signal(number)
-    assert running.wait(30) == -number
+    assert running.wait(30) == (128 + number if runtime == "apptainer" else -number)
 
 
-def run_with(program: str, tmp_path: Path) -> subprocess.Popen[bytes]:
-    """The script as a process, with this program in the notebook's place."""
-    (tmp_path / "python3").write_text(program)
-    (tmp_path / "python3").chmod(0o755)
+def test_apptainers_folder_replaces_those_of_killed_jobs(tmp_path: Path) -> None:
+    """Folders without a lock go, except new ones, which a job is about to lock; what a program made unwritable goes."""
+    temporary = tmp_path / "temporary"
+    for name in ("gpuhub-job-killed", "gpuhub-job-locked", "gpuhub-job-new", "other"):
+        (temporary / name / "tmp").mkdir(parents=True)
+        if not name.endswith("new"):
+            os.utime(temporary / name, (0, 0))
+    (temporary / "gpuhub-job-killed" / "tmp" / "file").touch()
+    (temporary / "gpuhub-job-killed" / "tmp").chmod(0)
+    lock = os.open(temporary / "gpuhub-job-locked", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        program = (
+            f"#!/bin/bash\nls {temporary} >{tmp_path}/during\n"
+            'while [ "$1" != --workdir ]; do shift; done; mkdir -p "$2/tmp/deep"; touch "$2/tmp/deep/file"\n'
+            'chmod 500 "$2/tmp/deep"; stat -c %a "$2"\n'
+        )
+        assert run_with(program, tmp_path, "apptainer").wait(30) == 0
+    finally:
+        os.close(lock)
+    kept = {"gpuhub-job-locked", "gpuhub-job-new", "other"}
+    during = set((tmp_path / "during").read_text().split())
+    assert kept < during
+    assert "gpuhub-job-killed" not in during
+    assert {path.name for path in temporary.iterdir()} == kept
+    assert (tmp_path / "home" / ".gpuhub" / "notebook.log").read_text() == "700\n"
+
+
+def run_with(program: str, tmp_path: Path, runtime: str = "plain") -> subprocess.Popen[bytes]:
+    """The script as a process, with this program in the place of the notebook or Apptainer."""
+    name = "python3" if runtime == "plain" else "apptainer"
+    (tmp_path / name).write_text(program)
+    (tmp_path / name).chmod(0o755)
     (tmp_path / "home").mkdir()
-    script = build_notebook_script(
-        notebook(cluster(home=str(tmp_path / "home"), runtime="plain", command=str(tmp_path / "jupyterhub-singleuser")))
+    (tmp_path / "temporary").mkdir(exist_ok=True)
+    slurm = (
+        {"runtime": "plain", "command": str(tmp_path / "jupyterhub-singleuser")} if runtime == "plain" else APPTAINER
     )
+    script = build_notebook_script(notebook(cluster(home=str(tmp_path / "home"), **slurm)))
     file = tmp_path / "script"
-    file.write_text(script)
-    return subprocess.Popen(["bash", str(file)])
+    file.write_text(script.replace("PATH=/usr/local/bin", f"PATH={tmp_path}:/usr/local/bin"))
+    return subprocess.Popen(["bash", str(file)], env={**os.environ, "TMPDIR": str(tmp_path / "temporary")})
 
 
 def build_spec(of: ClusterSettings, **changes: Any) -> WorkerScriptSpec:
@@ -282,6 +326,7 @@ def test_each_node_runs_one_task_with_its_slurm_environment(tmp_path: Path) -> N
     assert node.read_arguments("srun")[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=4"]
     given = node.read_arguments("apptainer")
     assert given[:3] == ["--quiet", "exec", "--containall"]
+    assert json.loads((tmp_path / "told-sx2").read_text())["environment"]["GPU_LAUNCH_RUN"] == "run-1"
     # Of the node of the task, not of that on which the script runs.
     assert "APPTAINERENV_SLURMD_NODENAME=sx2" in given
     assert "APPTAINERENV_GPUHUB_JOB_NODES=sx1\nsx2" in given

@@ -6,10 +6,26 @@ cd "$HOME" || exit 1
 mkdir -p .gpuhub || exit 1
 exec >.gpuhub/notebook.log 2>&1
 umask 022
+instructions='{"addresses": {"rig2": "fd00::12", "sx1": "10.0.0.11"}, "certificates": null, "command": ["jupyterhub-singleuser", "--debug", "--KernelManager.transport=ipc"], "environment": {"GPUHUB_LEASE": "l1", "HOME": "/home/ada", "JUPYTERHUB_API_TOKEN": "secret-token", "SHELL": "/bin/bash", "USER": "ada"}, "listen": {"rig2": "fd00::12", "sx1": "10.0.0.11"}, "names": {"rig2": "rig2", "sx1": "rig1"}, "prefix": "/user/ada/", "report": "http://10.0.0.1:8081/hub/api/gpuhub-port", "scheme": "http"}'
+# Slurm's signals reach the program that runs the notebook, and the job ends with it.
 [ -z "${CUDA_VISIBLE_DEVICES+set}" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES="$CUDA_VISIBLE_DEVICES"
 [ -z "${SLURM_JOB_GPUS+set}" ] || export APPTAINERENV_SLURM_JOB_GPUS="$SLURM_JOB_GPUS"
 [ -z "${SLURM_STEP_GPUS+set}" ] || export APPTAINERENV_SLURM_STEP_GPUS="$SLURM_STEP_GPUS"
 [ -z "${SLURM_JOB_ID+set}" ] || export APPTAINERENV_SLURM_JOB_ID="$SLURM_JOB_ID"
 [ -z "${SLURMD_NODENAME+set}" ] || export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"
-# The script becomes the program that runs the notebook: Slurm's signals reach it, and the job ends with the notebook.
-exec apptainer --quiet exec --containall --cleanenv --no-privs --home /srv/home/ada:/home/ada --pwd /home/ada /srv/images/notebook.sif python3 -I -c <node_main.py> <<<'{"addresses": {"rig2": "fd00::12", "sx1": "10.0.0.11"}, "certificates": null, "command": ["jupyterhub-singleuser", "--debug", "--KernelManager.transport=ipc"], "environment": {"GPUHUB_LEASE": "l1", "HOME": "/home/ada", "JUPYTERHUB_API_TOKEN": "secret-token", "SHELL": "/bin/bash", "USER": "ada"}, "listen": {"rig2": "fd00::12", "sx1": "10.0.0.11"}, "names": {"rig2": "rig2", "sx1": "rig1"}, "prefix": "/user/ada/", "report": "http://10.0.0.1:8081/hub/api/gpuhub-port", "scheme": "http"}'
+# Apptainer's own /tmp and /var/tmp have 64 MiB together. Here they are in a folder that only the user can enter. A killed
+# job leaves its folder without a lock, and the user's next job on the node removes it.
+temporary=${TMPDIR:-/tmp}
+remove() { chmod -R u+rwx "$1" && rm -rf "$1"; }
+export -f remove
+find "$temporary" -maxdepth 1 -name 'gpuhub-job-*' -user "$UID" -mmin +1 \
+  -exec flock --nonblock {} bash -c 'remove "$1"' bash {} ';'
+folder=$(mktemp -d "$temporary/gpuhub-job-XXXXXXXX") && exec {lock}<"$folder" && flock "$lock" || exit 1
+apptainer --quiet exec --containall --cleanenv --no-privs --home /srv/home/ada:/home/ada --pwd /home/ada --workdir "$folder" /srv/images/notebook.sif python3 -I -c <node_main.py> <<<"$instructions" &
+container=$!
+# Slurm signals only this script where it tracks processes by cgroup.
+for name in HUP INT TERM USR1 USR2; do trap "kill -$name $container" "$name"; done
+# A signal interrupts `wait`.
+while wait "$container"; status=$?; kill -0 "$container" 2>/dev/null; do :; done
+remove "$folder"
+exit "$status"

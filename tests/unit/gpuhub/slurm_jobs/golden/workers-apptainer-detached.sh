@@ -16,7 +16,22 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
 [ -z "${SLURM_JOB_ID+set}" ] || export APPTAINERENV_SLURM_JOB_ID="$SLURM_JOB_ID"
 [ -z "${SLURMD_NODENAME+set}" ] || export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"
 [ -z "${GPUHUB_JOB_NODES+set}" ] || export APPTAINERENV_GPUHUB_JOB_NODES="$GPUHUB_JOB_NODES"
-exec apptainer --quiet exec --containall --cleanenv --no-privs --home /srv/home/ada:/home/ada --pwd /home/ada --bind /srv/data:/datasets:ro /srv/images/notebook.sif python3 -I -c <node_main.py>' <<<"$instructions" &
+# Apptainer'"'"'s own /tmp and /var/tmp have 64 MiB together. Here they are in a folder that only the user can enter. A killed
+# job leaves its folder without a lock, and the user'"'"'s next job on the node removes it.
+temporary=${TMPDIR:-/tmp}
+remove() { chmod -R u+rwx "$1" && rm -rf "$1"; }
+export -f remove
+find "$temporary" -maxdepth 1 -name '"'"'gpuhub-job-*'"'"' -user "$UID" -mmin +1 \
+  -exec flock --nonblock {} bash -c '"'"'remove "$1"'"'"' bash {} '"'"';'"'"'
+folder=$(mktemp -d "$temporary/gpuhub-job-XXXXXXXX") && exec {lock}<"$folder" && flock "$lock" || exit 1
+apptainer --quiet exec --containall --cleanenv --no-privs --home /srv/home/ada:/home/ada --pwd /home/ada --bind /srv/data:/datasets:ro --workdir "$folder" /srv/images/notebook.sif python3 -I -c <node_main.py> <&0 &
+container=$!
+# Slurm signals only this script where it tracks processes by cgroup.
+for name in HUP INT TERM USR1 USR2; do trap "kill -$name $container" "$name"; done
+# A signal interrupts `wait`.
+while wait "$container"; status=$?; kill -0 "$container" 2>/dev/null; do :; done
+remove "$folder"
+exit "$status"' <<<"$instructions" &
 fi
 [ -z "${CUDA_VISIBLE_DEVICES+set}" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES="$CUDA_VISIBLE_DEVICES"
 [ -z "${SLURM_JOB_GPUS+set}" ] || export APPTAINERENV_SLURM_JOB_GPUS="$SLURM_JOB_GPUS"
@@ -24,4 +39,19 @@ fi
 [ -z "${SLURM_JOB_ID+set}" ] || export APPTAINERENV_SLURM_JOB_ID="$SLURM_JOB_ID"
 [ -z "${SLURMD_NODENAME+set}" ] || export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"
 [ -z "${GPUHUB_JOB_NODES+set}" ] || export APPTAINERENV_GPUHUB_JOB_NODES="$GPUHUB_JOB_NODES"
-exec apptainer --quiet exec --containall --cleanenv --no-privs --home /srv/home/ada:/home/ada --pwd /home/ada --bind /srv/data:/datasets:ro /srv/images/notebook.sif python3 -I -c <node_main.py> <<<"$instructions"
+# Apptainer's own /tmp and /var/tmp have 64 MiB together. Here they are in a folder that only the user can enter. A killed
+# job leaves its folder without a lock, and the user's next job on the node removes it.
+temporary=${TMPDIR:-/tmp}
+remove() { chmod -R u+rwx "$1" && rm -rf "$1"; }
+export -f remove
+find "$temporary" -maxdepth 1 -name 'gpuhub-job-*' -user "$UID" -mmin +1 \
+  -exec flock --nonblock {} bash -c 'remove "$1"' bash {} ';'
+folder=$(mktemp -d "$temporary/gpuhub-job-XXXXXXXX") && exec {lock}<"$folder" && flock "$lock" || exit 1
+apptainer --quiet exec --containall --cleanenv --no-privs --home /srv/home/ada:/home/ada --pwd /home/ada --bind /srv/data:/datasets:ro --workdir "$folder" /srv/images/notebook.sif python3 -I -c <node_main.py> <<<"$instructions" &
+container=$!
+# Slurm signals only this script where it tracks processes by cgroup.
+for name in HUP INT TERM USR1 USR2; do trap "kill -$name $container" "$name"; done
+# A signal interrupts `wait`.
+while wait "$container"; status=$?; kill -0 "$container" 2>/dev/null; do :; done
+remove "$folder"
+exit "$status"
