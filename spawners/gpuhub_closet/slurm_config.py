@@ -65,6 +65,8 @@ class SlurmConfig:
     #: The key of slurmrestd's tokens; it needs Debian's slurm-wlm-jwt-plugin.
     jwt_key: Path | None = None
     scheduler_parameters: str = SCHEDULER
+    #: What Slurm takes for a job's processes: `linuxproc`, all below its script, or `pgid`, those in its process group.
+    process_tracking: str = "linuxproc"
     #: Between SIGTERM and SIGKILL, seconds.
     kill_wait_s: int = 30
     #: slurmctld keeps a job that has ended for this time, seconds.
@@ -141,8 +143,8 @@ def format_slurm_conf(files: SlurmConfig) -> str:
         "SlurmdPidFile": files.folder / "%n.pid",
         "SlurmdSpoolDir": files.spool / "%n",
         "SlurmdLogFile": files.folder / "%n.log",
-        # Processes belong to jobs by their parents, and Slurm does not confine them: containers have their own limits.
-        "ProctrackType": "proctrack/linuxproc",
+        # Slurm does not confine processes: containers have their own limits.
+        "ProctrackType": f"proctrack/{files.process_tracking}",
         "TaskPlugin": "task/none",
         **_accounting(files),
         "SelectType": "select/cons_tres",

@@ -21,7 +21,7 @@ from gpuhub.cli.options import (
     require_root,
     yes_option,
 )
-from gpuhub.common.errors import SetupError
+from gpuhub.common.errors import InvalidRequest, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
@@ -31,7 +31,18 @@ T = TypeVar("T")
 
 @click.group("image", cls=OrderedGroup)
 def image_group() -> None:
-    """Images: list, build, push, pin, gc."""
+    """Images: list, build, push, pin, gc.
+
+    Where nodes run Apptainer, list, build and push are about the image file of [slurm], and the others are refused.
+    """
+
+
+def _load_apptainer(name: str, paths: Paths, cluster_file: Path) -> ClusterSettings | None:
+    """Return the settings if the nodes run an image file with Apptainer, else None."""
+    require_root(name)
+    cluster = load_settings(cluster_file, paths)
+    is_apptainer = not find_capabilities(cluster).containers and cluster.slurm.runtime == "apptainer"
+    return cluster if is_apptainer else None
 
 
 def _run(
@@ -57,10 +68,18 @@ def _run(
 @instance_option
 @cluster_file_option
 def list_images(paths: Paths, cluster_file: Path) -> None:
-    """Show the images on the nodes: size, age, and what uses them."""
+    """Show the images on the nodes: size, age, and what uses them.
+
+    With Apptainer: the image file on each node, and whether it runs there.
+    """
     from gpuhub.ops.images import inventory
+    from gpuhub.ops.slurm.image_file import list_image_files
+    from gpuhub.ops.slurm.machines import LocalShell
 
     console = AdminConsole()
+    if (cluster := _load_apptainer("image list", paths, cluster_file)) is not None:
+        list_image_files(cluster, paths, console, LocalShell())
+        return
     images, problems = _run("image list", paths, cluster_file, inventory.read_images)
     console.write(tables.format_images(images, console.now, console.width))
     for node, problem in problems.items():
@@ -73,11 +92,18 @@ def list_images(paths: Paths, cluster_file: Path) -> None:
 @hub_config_option
 @click.option("--refresh", is_flag=True, help="Build all images again, with Debian's current packages.")
 def build(*, paths: Paths, cluster_file: Path, hub_config: Path, refresh: bool) -> None:
-    """Build missing images, without sending them to the nodes."""
+    """Build missing images, without sending them to the nodes.
+
+    With Apptainer: build the notebook image with this machine's Docker, and make the image file of [slurm] of it.
+    """
     from gpuhub.ops.images import distribution
     from gpuhub.ops.images.progress import ProgressTerminal
+    from gpuhub.ops.slurm.image_file import build_image_file
 
     console, source = AdminConsole(), hub_config.resolve().parent
+    if (apptainer := _load_apptainer("image build", paths, cluster_file)) is not None:
+        console.write(asyncio.run(build_image_file(apptainer, paths, source, ProgressTerminal(), refresh=refresh)))
+        return
 
     async def action(daemons: DockerClients, cluster: ClusterSettings) -> str:
         images = await distribution.build(daemons, cluster, paths, source, refresh=refresh, progress=ProgressTerminal())
@@ -89,16 +115,25 @@ def build(*, paths: Paths, cluster_file: Path, hub_config: Path, refresh: bool) 
 @image_group.command("push")
 @instance_option
 @cluster_file_option
+@yes_option
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-def push(paths: Paths, cluster_file: Path, names: tuple[str, ...]) -> None:
+def push(*, paths: Paths, cluster_file: Path, yes: bool, names: tuple[str, ...]) -> None:
     """Send images from the node that builds to all others; default: all that profiles offer.
 
-    Nodes get only the layers that they lack.
+    Nodes get only the layers that they lack. With Apptainer: copy this machine's image file over SSH to the nodes that
+    have another one, and try it there; NAME and profiles have no meaning then.
     """
     from gpuhub.ops.images import distribution
     from gpuhub.ops.images.progress import ProgressTerminal
+    from gpuhub.ops.slurm.image_file import push_image_file
+    from gpuhub.ops.slurm.machines import LocalShell
 
     console = AdminConsole()
+    if (apptainer := _load_apptainer("image push", paths, cluster_file)) is not None:
+        if names:
+            raise InvalidRequest("`gpuhub image push` takes no name with Apptainer: all nodes run slurm.image")
+        push_image_file(apptainer, paths, console, LocalShell(), yes=yes)
+        return
 
     async def action(daemons: DockerClients, cluster: ClusterSettings) -> None:
         await distribution.push(daemons, cluster, names, ProgressTerminal())

@@ -88,9 +88,14 @@ def ssh_machine(netns: str, address: str, docker_folder: Path, folder: Path, adm
 
 
 @contextmanager
-def loopback_sshd(folder: Path, port: int, *host_keys: Path) -> Iterator[None]:
-    """Run an SSH server with these host keys on this machine's loopback, at which nobody can log in."""
-    lines = [*(f"HostKey {key}" for key in host_keys), "AuthorizedKeysFile none", "PasswordAuthentication no"]
+def loopback_sshd(folder: Path, port: int, *host_keys: Path, authorized: Path | None = None) -> Iterator[None]:
+    """Run an SSH server with these host keys on this machine's loopback.
+
+    Args:
+        authorized: The public key with which root can log in; by default nobody can.
+    """
+    lines = [*(f"HostKey {key}" for key in host_keys), "PasswordAuthentication no", "StrictModes no"]
+    lines.append(f"AuthorizedKeysFile {authorized or 'none'}")
     config = folder / f"sshd-{port}.conf"
     config.write_text("\n".join([f"ListenAddress 127.0.0.1:{port}", *lines, "UsePAM no", "PidFile none"]) + "\n")
     boot = 'mount -t tmpfs -o mode=755 machine /run; mkdir /run/sshd; exec /usr/sbin/sshd -D -e -f "$1"'

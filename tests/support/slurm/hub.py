@@ -47,10 +47,10 @@ allowed = ["ada", "ben"]
 uid_first = 71001
 [storage]
 home = "HOMES/{{username}}"
+DATASETS
 [slurm]
 conf = "CONF"
-runtime = "plain"
-command = "COMMAND"
+RUNTIME
 poll = "1s"
 """
 #: Only intervals are changed, so that tests wait less.
@@ -96,16 +96,36 @@ def leases(user: Client) -> list[dict[str, Any]]:
 
 @contextmanager
 def slurm_hub(
-    instance: str, folder: Path, command: Path, *, site_port: int, port: int, further: str = ""
+    instance: str,
+    folder: Path,
+    program: Path,
+    *,
+    site_port: int,
+    port: int,
+    further: str = "",
+    datasets: Path | None = None,
 ) -> Iterator[Cluster]:
     """Run a hub with ada and ben on two nodes with a GPU each.
 
     Args:
-        command: The notebook's program.
+        program: The notebook's program, or the image file (.sif) that Apptainer runs.
         further: More of cluster.toml, including profiles.
+        datasets: The folder of the datasets.
     """
-    with slurm_site(port=site_port, nodes=(("rtx5090",), ("rtx5070",)), min_job_age_s=30) as site:
-        texts = {"HOMES": site.folder / "homes", "CONF": site.files.conf, "COMMAND": command, "FURTHER": further}
+    is_image = program.suffix == ".sif"
+    # As with Slurm's cgroups, SIGTERM does not reach squashfuse, without which nothing in the container can end in order.
+    tracking = "pgid" if is_image else "linuxproc"
+    with slurm_site(
+        port=site_port, nodes=(("rtx5090",), ("rtx5070",)), process_tracking=tracking, min_job_age_s=30
+    ) as site:
+        runtime = ("apptainer", "image") if is_image else ("plain", "command")
+        texts = {
+            "HOMES": site.folder / "homes",
+            "CONF": site.files.conf,
+            "DATASETS": "" if datasets is None else f'datasets = "{datasets}"',
+            "RUNTIME": f'runtime = "{runtime[0]}"\n{runtime[1]} = "{program}"',
+            "FURTHER": further,
+        }
         settings = SETTINGS
         for word, text in texts.items():
             settings = settings.replace(word, str(text))

@@ -151,6 +151,7 @@ def slurm_site(
     memory_mib: int = 16000,
     partitions: Sequence[SlurmPartitionConfig] = (SlurmPartitionConfig(),),
     epilog: Path | None = None,
+    process_tracking: str = "linuxproc",
     kill_wait_s: int = 5,
     min_job_age_s: int = 300,
     scheduler: str = slurm_config.SCHEDULER,
@@ -168,6 +169,7 @@ def slurm_site(
         memory_mib: of each node, whatever this machine has.
         partitions: as in `gpuhub_closet.slurm_config`.
         epilog: run as root at each job's end.
+        process_tracking: as in `gpuhub_closet.slurm_config`.
         kill_wait_s: between SIGTERM and SIGKILL.
         min_job_age_s: how long slurmctld tells of ended jobs.
         scheduler: `SchedulerParameters`.
@@ -203,6 +205,7 @@ def slurm_site(
             epilog=epilog,
             accounting=SlurmAccountingConfig(port=last + 1) if has_accounts else None,
             jwt_key=folder / "jwt.key" if has_rest else None,
+            process_tracking=process_tracking,
             kill_wait_s=kill_wait_s,
             min_job_age_s=min_job_age_s,
             scheduler_parameters=scheduler,

@@ -108,6 +108,8 @@ def check_slurm(facts: SlurmFacts, table: SlurmSettings) -> Iterator[Finding]:
         yield from _check_config(facts, table)
     if table.runtime != "docker":
         yield _check_shared_devices(facts.config.get("constraindevices", ""))
+    if table.runtime == "apptainer":
+        yield ok("image", f"{table.image} was not checked: `gpuhub image list` tries it on every node")
     if facts.settings_errors:
         for line in facts.settings_errors:
             yield failed("settings", line, "change cluster.toml, or Slurm's configuration")
@@ -173,6 +175,14 @@ def _check_config(facts: SlurmFacts, table: SlurmSettings) -> Iterator[Finding]:
             "devices",
             f"TaskPlugin is {plugins or 'not set'}: jobs are not limited to their own GPUs",
             "set TaskPlugin=task/cgroup,task/affinity in slurm.conf and ConstrainDevices=yes in cgroup.conf",
+        )
+    tracking = facts.config.get("proctracktype", "")
+    if table.runtime == "apptainer" and tracking != "proctrack/cgroup":
+        yield warning(
+            "processes",
+            f"ProctrackType is {tracking or 'not set'}: at a job's end, programs lose their image before they can save",
+            "set ProctrackType=proctrack/cgroup in slurm.conf: then SIGTERM reaches gpuhub's script alone, and not "
+            "squashfuse, which reads the image",
         )
     enforced = facts.config.get("enforcepartlimits", "")
     if enforced.upper() in {"", "NO"}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Any, Self
 from urllib.parse import urlsplit
 
 from gpuhub.common.errors import InvalidRequest, SetupError
@@ -171,9 +172,7 @@ class SshSession:
             SetupError: It fails; the text has its last line.
             ValueError: An argument has a meaning to a shell.
         """
-        for argument in arguments:
-            if not _PLAIN.fullmatch(argument):
-                raise ValueError(f"{argument!r} has a meaning to a shell")
+        _check_plain(arguments)
         shell = ["sudo", "-n", "sh", "-s"] if as_root else ["sh", "-s"]
         done = self._ssh(
             [], [*shell, "--", *arguments] if arguments else shell, stdin=script + data, timeout_s=timeout_s
@@ -181,6 +180,22 @@ class SshSession:
         if done.returncode:
             raise SetupError(f"on {self._target.host}: {_last_line(done.stderr or done.stdout, done.returncode)}")
         return done.stdout
+
+    def send_file(
+        self, file: Path, script: str, arguments: Sequence[str] = (), *, as_root: bool = False, timeout_s: float
+    ) -> None:
+        """Run a POSIX script of one line there, with a file on its standard input.
+
+        Raises:
+            SetupError: It fails; the text has its last line.
+            ValueError: An argument has a meaning to a shell.
+        """
+        _check_plain(arguments)
+        shell = [*(["sudo", "-n"] if as_root else []), "sh", "-c", shlex.quote(script), "sh", *arguments]
+        with file.open("rb") as stream:
+            done = self._ssh([], shell, stdin=stream, timeout_s=timeout_s)
+        if done.returncode:
+            raise SetupError(f"on {self._target.host}: {_last_line(done.stderr or done.stdout, done.returncode)}")
 
     def forward_docker_socket(self) -> Path:
         """Return a local socket that leads to the machine's Docker until the connection is closed.
@@ -216,13 +231,20 @@ class SshSession:
             )
 
     def _ssh(
-        self, options: Sequence[str], command: Sequence[str] = (), *, stdin: str = "", timeout_s: float = 30
+        self, options: Sequence[str], command: Sequence[str] = (), *, stdin: str | IO[bytes] = "", timeout_s: float = 30
     ) -> subprocess.CompletedProcess[str]:
         line = [*self._prefix, "ssh", *self._options, *options, *self._target.arguments(), *command]
+        given: dict[str, Any] = {"input": stdin} if isinstance(stdin, str) else {"stdin": stdin}
         try:
-            return subprocess.run(line, check=False, capture_output=True, text=True, input=stdin, timeout=timeout_s)
+            return subprocess.run(line, check=False, capture_output=True, text=True, timeout=timeout_s, **given)
         except subprocess.TimeoutExpired:
             raise SetupError(f"the command on {self._target.host} took longer than {timeout_s:.0f} s") from None
+
+
+def _check_plain(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        if not _PLAIN.fullmatch(argument):
+            raise ValueError(f"{argument!r} has a meaning to a shell")
 
 
 def resolve_target(target: SshTarget) -> ResolvedTarget:

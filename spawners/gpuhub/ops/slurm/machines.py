@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import Paths
@@ -38,6 +39,15 @@ class ScriptRunner(Protocol):
             SetupError: It fails; the text has its last line.
         """
 
+    def send_file(
+        self, file: Path, script: str, arguments: Sequence[str] = (), *, as_root: bool = False, timeout_s: float
+    ) -> None:
+        """Run a POSIX script of one line there, with a file on its standard input.
+
+        Raises:
+            SetupError: It fails; the text has its last line.
+        """
+
 
 class LocalShell:
     """This machine, on which the command runs as root."""
@@ -46,22 +56,28 @@ class LocalShell:
         self, script: str, arguments: Sequence[str] = (), *, as_root: bool = False, timeout_s: float = _SCRIPT_S
     ) -> str:
         del as_root  # it is root already
-        try:
-            done = subprocess.run(
-                ["sh", "-s", "--", *arguments],
-                check=False,
-                capture_output=True,
-                text=True,
-                input=script,
-                timeout=timeout_s,
-            )
-        except subprocess.TimeoutExpired:
-            raise SetupError(f"the command on this machine took longer than {timeout_s:.0f} s") from None
-        if done.returncode:
-            lines = (done.stderr or done.stdout).strip().splitlines()
-            last = lines[-1][:300] if lines else f"it ended with status {done.returncode} and no output"
-            raise SetupError(f"on this machine: {last}")
-        return done.stdout
+        return _run_shell(["-s", "--", *arguments], timeout_s, input=script)
+
+    def send_file(
+        self, file: Path, script: str, arguments: Sequence[str] = (), *, as_root: bool = False, timeout_s: float
+    ) -> None:
+        del as_root
+        with file.open("rb") as stream:
+            _run_shell(["-c", script, "sh", *arguments], timeout_s, stdin=stream)
+
+
+def _run_shell(options: Sequence[str], timeout_s: float, **stdin: Any) -> str:
+    try:
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            ["sh", *options], check=False, capture_output=True, text=True, timeout=timeout_s, **stdin
+        )
+    except subprocess.TimeoutExpired:
+        raise SetupError(f"the command on this machine took longer than {timeout_s:.0f} s") from None
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        last = lines[-1][:300] if lines else f"it ended with status {done.returncode} and no output"
+        raise SetupError(f"on this machine: {last}")
+    return done.stdout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

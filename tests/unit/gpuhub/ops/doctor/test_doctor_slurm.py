@@ -109,6 +109,18 @@ def test_without_containers_only_slurm_isolates_jobs() -> None:
     assert [finding.check for finding in find_node_problems(table=plain)] == ["slurmd", "gres"]
 
 
+@pytest.mark.parametrize(
+    ("tracking", "expected"), [("proctrack/cgroup", {}), ("proctrack/linuxproc", {"processes": Severity.WARNING})]
+)
+def test_signals_to_all_processes_would_end_apptainers_image(tracking: str, expected: dict[str, Severity]) -> None:
+    table = SlurmSettings(runtime="apptainer", image=Path("/srv/lab.sif"))
+    findings = list(check_slurm(replace(FACTS, config={**FACTS.config, "proctracktype": tracking}), table))
+    assert levels(findings) == expected
+    assert [finding.value for finding in findings if finding.check == "image"] == [
+        "/srv/lab.sif was not checked: `gpuhub image list` tries it on every node"
+    ]
+
+
 async def test_nodes_without_docker_are_checked_through_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     """No daemon is called, because there are none."""
     cluster = build_cluster(
