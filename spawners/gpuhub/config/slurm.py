@@ -69,7 +69,7 @@ class SlurmSettings(SettingsTable):
     #: What runs notebooks and workers. `docker`: gpuhub creates containers on the nodes; `apptainer`: the job runs the
     #: image file `image`; `plain`: the job runs `command` as installed on the nodes.
     runtime: Literal["docker", "apptainer", "plain"] = "docker"
-    #: Apptainer image file, with the same path on every node.
+    #: Apptainer image file, with the same path on every node; `gpuhub image build` and `push` make and copy it.
     image: Path | None = None
     #: Program that starts a notebook with `runtime = "plain"`: an absolute path on the nodes.
     command: Path | None = None

@@ -21,11 +21,14 @@ export -f remove
 find "$temporary" -maxdepth 1 -name 'gpuhub-job-*' -user "$UID" -mmin +1 \
   -exec flock --nonblock {} bash -c 'remove "$1"' bash {} ';'
 folder=$(mktemp -d "$temporary/gpuhub-job-XXXXXXXX") && exec {lock}<"$folder" && flock "$lock" || exit 1
+mkfifo "$folder/pause" && exec {pause}<>"$folder/pause" || exit 1
 apptainer --quiet exec --containall --cleanenv --no-privs --nv --home /srv/home/ada:/home/ada --pwd /home/ada --bind /srv/data:/datasets:ro --workdir "$folder" /srv/images/notebook.sif python3 -I -c <node_main.py> <<<"$instructions" &
 container=$!
 # Slurm signals only this script where it tracks processes by cgroup.
 for name in HUP INT TERM USR1 USR2; do trap "kill -$name $container" "$name"; done
-# A signal interrupts `wait`.
-while wait "$container"; status=$?; kill -0 "$container" 2>/dev/null; do :; done
+# `wait` alone can miss a signal that follows another at once, until the container ends.
+while kill -0 "$container" 2>/dev/null; do read -r -t 0.5 -u "$pause"; done
+wait "$container"
+status=$?
 remove "$folder"
 exit "$status"
