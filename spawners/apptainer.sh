@@ -11,6 +11,7 @@ export DEBIAN_FRONTEND=noninteractive
 # Without it, an ordinary user's Apptainer unpacks an image at each start. udev sets this mode; containers have no udev.
 [ ! -c /dev/fuse ] || [ -d /run/udev ] || chmod 666 /dev/fuse
 if command -v apptainer >/dev/null; then exit 0; fi
+apt-get update -qq
 if [ -n "$(apt-cache madison apptainer)" ]; then
   apt-get install -y -qq --no-install-recommends apptainer >/dev/null
   exit 0
@@ -24,10 +25,10 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$work"/{state,lists/partial,cache/archives/partial,debs,root}
 printf 'Types: deb\nURIs: %s\nSuites: sid trixie\nComponents: main\nSigned-By: %s\n' \
   "$mirror" /usr/share/keyrings/debian-archive-keyring.gpg >"$work/debian.sources"
-# $@: arguments of apt-get, which uses none of the machine's own sources and state. A mirror of unstable may be weeks old.
+# $@: arguments of apt-get, which uses none of the machine's own sources and state; a mirror may lag behind by weeks
 apart() {
-  apt-get -qq -o Acquire::Check-Valid-Until=false -o Dir::Etc::sourcelist="$work/debian.sources" -o Dir::Etc::sourceparts=/dev/null \
-    -o Dir::Etc::preferencesparts=/dev/null -o Dir::State="$work/state" -o Dir::State::lists="$work/lists" \
+  apt-get -qq -o Acquire::Check-Valid-Until=false -o Dir::Etc::sourcelist="$work/debian.sources" \
+    -o Dir::Etc::sourceparts=/dev/null -o Dir::Etc::preferencesparts=/dev/null -o Dir::State="$work/state" -o Dir::State::lists="$work/lists" \
     -o Dir::State::status=/dev/null -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root "$@"
 }
 apart update

@@ -80,7 +80,7 @@ def require_apptainer() -> None:
     if missing:
         raise RuntimeError(f"Apptainer lacks: apt-get install {' '.join(missing)}")
     if shutil.which("apptainer") is None:
-        raise RuntimeError("Apptainer is missing: spawners/apptainer.sh installs it")
+        raise RuntimeError("Apptainer is missing: `make setup-dev` installs it")
     fuse = Path("/dev/fuse")
     if not fuse.exists() or fuse.stat().st_mode & 0o666 != 0o666:
         raise RuntimeError(
