@@ -28,7 +28,8 @@ printf 'Types: deb\nURIs: %s\nSuites: sid trixie\nComponents: main\nSigned-By: %
 # $@: arguments of apt-get, which uses none of the machine's own sources and state; a mirror may lag behind by weeks
 apart() {
   apt-get -qq -o Acquire::Check-Valid-Until=false -o Dir::Etc::sourcelist="$work/debian.sources" \
-    -o Dir::Etc::sourceparts=/dev/null -o Dir::Etc::preferencesparts=/dev/null -o Dir::State="$work/state" -o Dir::State::lists="$work/lists" \
+    -o Dir::Etc::sourceparts=/dev/null -o Dir::Etc::preferencesparts=/dev/null \
+    -o Dir::State="$work/state" -o Dir::State::lists="$work/lists" \
     -o Dir::State::status=/dev/null -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root "$@"
 }
 apart update
