@@ -34,14 +34,16 @@ apart() {
 }
 apart update
 cd "$work/debs"
-apart download libc6/trixie libseccomp2/trixie libsqlite3-0/trixie
+libraries=trixie
 if apart download "apptainer=$version" 2>/dev/null; then
   [ "$(dpkg --print-architecture)" != amd64 ] || sha256sum --quiet --check - <<<"$sha256_amd64  $(ls apptainer_*.deb)"
 else
   # Unstable keeps one version only.
   echo "  unstable no longer has $version: its current version is installed, with which gpuhub was not tested"
   apart download apptainer/sid
+  libraries=sid
 fi
+apart download "libc6/$libraries" "libseccomp2/$libraries" "libsqlite3-0/$libraries"
 for deb in *.deb; do dpkg-deb --extract "$deb" "$work/root"; done
 
 rm -rf "$prefix"

@@ -146,9 +146,7 @@ class UserPrograms:
         submitter = await self._find_submitter(owner)
         home = scripts.find_home(self._cluster, owner)
         if not await asyncio.to_thread(_exists, home):
-            raise Conflict(
-                f"{home} is not on the head node: mount the homes there as on the nodes, for files and logs"
-            )
+            raise Conflict(f"{home} is not on the head node: mount the homes there as on the nodes, for files and logs")
         command = scripts.build_head_command(self._cluster, owner, arguments)
         return await self._start(command.words, submitter, command.environment)
 
