@@ -65,14 +65,14 @@ class SlurmConfig:
     #: The key of slurmrestd's tokens; it needs Debian's slurm-wlm-jwt-plugin.
     jwt_key: Path | None = None
     scheduler_parameters: str = SCHEDULER
-    #: What Slurm takes for a job's processes: `linuxproc`, all below its script, or `pgid`, those in its process group.
-    process_tracking: str = "linuxproc"
     #: Between SIGTERM and SIGKILL, seconds.
     kill_wait_s: int = 30
     #: slurmctld keeps a job that has ended for this time, seconds.
     min_job_age_s: int = 300
     #: A node that does not answer for this time is down, seconds.
     slurmd_timeout_s: int = 300
+    #: Whether Slurm limits jobs to their GPUs, CPUs and memory. Containers of theirs have their own limits.
+    has_cgroups: bool = False
     #: Additional lines of slurm.conf.
     extra_lines: tuple[str, ...] = ()
 
@@ -88,6 +88,11 @@ class SlurmConfig:
     def gres_conf(self) -> Path:
         """gres.conf."""
         return self.folder / "gres.conf"
+
+    @property
+    def cgroup_conf(self) -> Path:
+        """cgroup.conf."""
+        return self.folder / "cgroup.conf"
 
     @property
     def slurmdbd_conf(self) -> Path:
@@ -143,9 +148,9 @@ def format_slurm_conf(files: SlurmConfig) -> str:
         "SlurmdPidFile": files.folder / "%n.pid",
         "SlurmdSpoolDir": files.spool / "%n",
         "SlurmdLogFile": files.folder / "%n.log",
-        # Slurm does not confine processes: containers have their own limits.
-        "ProctrackType": f"proctrack/{files.process_tracking}",
-        "TaskPlugin": "task/none",
+        # Without control groups, processes belong to jobs by their parents, and have no limits.
+        "ProctrackType": "proctrack/cgroup" if files.has_cgroups else "proctrack/linuxproc",
+        "TaskPlugin": "task/cgroup" if files.has_cgroups else "task/none",
         **_accounting(files),
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core_Memory",

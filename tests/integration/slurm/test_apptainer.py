@@ -33,7 +33,7 @@ gpu_count = 0
 cpus = 1
 memory = "1GiB"
 [jobs]
-cpus = 2
+cpus = 1
 memory = "2GiB"
 """
 #: More than Apptainer's own limit of 64 MiB, which was the limit of both folders together.

@@ -53,6 +53,8 @@ conf = "CONF"
 RUNTIME
 poll = "1s"
 """
+#: /dev/zero and /dev/full stand for GPUs.
+_DEVICES = (((1, 5),), ((1, 7),))
 #: Only intervals are changed, so that tests wait less.
 CONFIG = "load_subconfig({real!r})\nc.Spawner.poll_interval = 2\n"
 
@@ -113,10 +115,10 @@ def slurm_hub(
         datasets: The folder of the datasets.
     """
     is_image = program.suffix == ".sif"
-    # As with Slurm's cgroups, SIGTERM does not reach squashfuse, without which nothing in the container can end in order.
-    tracking = "pgid" if is_image else "linuxproc"
+    # With control groups SIGTERM does not reach squashfuse, without which nothing in the container can end in order.
+    devices = _DEVICES if is_image else None
     with slurm_site(
-        port=site_port, nodes=(("rtx5090",), ("rtx5070",)), process_tracking=tracking, min_job_age_s=30
+        port=site_port, nodes=(("rtx5090",), ("rtx5070",)), devices=devices, cpus=2, min_job_age_s=30
     ) as site:
         runtime = ("apptainer", "image") if is_image else ("plain", "command")
         texts = {

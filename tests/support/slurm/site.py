@@ -6,8 +6,10 @@ do not change.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from gpuhub.config.slurm import SlurmSettings
+from gpuhub.ops.slurm.files import format_cgroup_conf
 from gpuhub.slurm_client.models import Submitter
 from gpuhub_closet import slurm_config
 from gpuhub_closet.slurm_config import (
@@ -151,10 +154,10 @@ def slurm_site(
     memory_mib: int = 16000,
     partitions: Sequence[SlurmPartitionConfig] = (SlurmPartitionConfig(),),
     epilog: Path | None = None,
-    process_tracking: str = "linuxproc",
     kill_wait_s: int = 5,
     min_job_age_s: int = 300,
     scheduler: str = slurm_config.SCHEDULER,
+    devices: Sequence[Sequence[tuple[int, int]]] | None = None,
     further: Sequence[str] = (),
 ) -> Iterator[SlurmSite]:
     """A Slurm of the cluster `gpuhub-test` with all its nodes idle; nothing is left of it afterwards.
@@ -169,10 +172,11 @@ def slurm_site(
         memory_mib: of each node, whatever this machine has.
         partitions: as in `gpuhub_closet.slurm_config`.
         epilog: run as root at each job's end.
-        process_tracking: as in `gpuhub_closet.slurm_config`.
         kill_wait_s: between SIGTERM and SIGKILL.
         min_job_age_s: how long slurmctld tells of ended jobs.
         scheduler: `SchedulerParameters`.
+        devices: Numbers of the character devices that stand for each node's GPUs; Slurm then limits jobs to their own,
+            with the cgroup.conf that `gpuhub slurm init` writes. By default each is /dev/null.
         further: lines of slurm.conf.
 
     Raises:
@@ -205,16 +209,18 @@ def slurm_site(
             epilog=epilog,
             accounting=SlurmAccountingConfig(port=last + 1) if has_accounts else None,
             jwt_key=folder / "jwt.key" if has_rest else None,
-            process_tracking=process_tracking,
             kill_wait_s=kill_wait_s,
             min_job_age_s=min_job_age_s,
             scheduler_parameters=scheduler,
+            has_cgroups=devices is not None,
             extra_lines=tuple(further),
         )
         known = {name: SlurmAccount(name=name, uid=uid, home=folder / "homes" / name) for name, uid in users.items()}
         daemons = Daemons(files, f"http://127.0.0.1:{last + 2}" if has_rest else None)
         site = SlurmSite(daemons, known)
-        _prepare(site)
+        _prepare(site, devices)
+        if files.has_cgroups:
+            stack.callback(_remove_cgroups, files)
         stack.callback(daemons.close)
         daemons.open()
         _start(site)
@@ -230,13 +236,20 @@ def _refuse_missing(*, has_accounts: bool, has_rest: bool) -> None:
         raise RuntimeError(f"a Slurm of one's own lacks: apt-get install {' '.join(missing)}")
 
 
-def _prepare(site: SlurmSite) -> None:
+def _prepare(site: SlurmSite, devices: Sequence[Sequence[tuple[int, int]]] | None) -> None:
     files = site.files
     for name in ("state", "spool", "homes"):
         (files.folder / name).mkdir(mode=0o755)
-    for device in files.devices:
+    numbers = None if devices is None else [number for node in devices for number in node]
+    for index, device in enumerate(files.devices):
         device.parent.mkdir(parents=True, exist_ok=True)
-        device.symlink_to("/dev/null")
+        if numbers is None:
+            device.symlink_to("/dev/null")
+        else:
+            os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(*numbers[index]))
+            device.chmod(0o666)
+    if files.has_cgroups:
+        files.cgroup_conf.write_text(format_cgroup_conf())
     for user in site.users.values():
         user.home.mkdir(mode=0o700)
         shutil.chown(user.home, user.uid, user.uid)
@@ -256,6 +269,16 @@ def _prepare(site: SlurmSite) -> None:
     if files.accounting is not None:
         files.slurmdbd_conf.touch(mode=0o600)
         files.slurmdbd_conf.write_text(slurm_config.format_slurmdbd_conf(files))
+
+
+def _remove_cgroups(files: SlurmConfig) -> None:
+    """Remove the control groups that slurmd leaves; Slurm 22.05 names them after the node."""
+    root = Path("/sys/fs/cgroup")
+    for node in files.nodes:
+        name = f"slurm_{node.name}"
+        for group in (*root.glob(name), *root.glob(f"*/{name}")):
+            for folder, _, _ in os.walk(group, topdown=False):
+                Path(folder).rmdir()
 
 
 def _start(site: SlurmSite) -> None:
