@@ -22,10 +22,15 @@ find "$temporary" -maxdepth 1 -name 'gpuhub-job-*' -user "$UID" -mmin +1 \
   -exec flock --nonblock {} bash -c 'remove "$1"' bash {} ';'
 folder=$(mktemp -d "$temporary/gpuhub-job-XXXXXXXX") && exec {lock}<"$folder" && flock "$lock" || exit 1
 mkfifo "$folder/pause" && exec {pause}<>"$folder/pause" || exit 1
+# Slurm signals only this script where it tracks processes by cgroup. Before the container starts, a signal ends the job.
+before=$!
+forward() {
+  if [ "$!" = "$before" ]; then remove "$folder"; exit 1; fi
+  kill "-$1" "$!" 2>/dev/null
+}
+for name in HUP INT TERM USR1 USR2; do trap "forward $name" "$name"; done
 apptainer --quiet exec --containall --cleanenv --no-privs --nv --home /srv/home/ada:/home/ada --pwd /home/ada --bind /srv/data:/datasets:ro --workdir "$folder" /srv/images/notebook.sif python3 -I -c <node_main.py> <<<"$instructions" &
 container=$!
-# Slurm signals only this script where it tracks processes by cgroup.
-for name in HUP INT TERM USR1 USR2; do trap "kill -$name $container" "$name"; done
 # `wait` alone can miss a signal that follows another at once, until the container ends.
 while kill -0 "$container" 2>/dev/null; do read -r -t 0.5 -u "$pause"; done
 wait "$container"
