@@ -298,7 +298,7 @@ def test_laptop_opens_a_terminal_beside_a_worker(cluster: Cluster, cell: Kernel,
     with laptop.start("shell", run, "--", "sh", "-c", "echo begun; exec sleep 1234") as terminal:
         assert terminal.stdout is not None
         assert any("begun" in line for line in terminal.stdout)
-        assert find_processes(b"sleep\x001234")
+        wait_for(lambda: find_processes(b"sleep\x001234"), "the terminal's program runs")
         terminal.kill()
     wait_for(lambda: not find_processes(b"sleep\x001234"), "the terminal's processes have ended", 30)
     wait_for(lambda: not find_processes(b"srun\0--jobid"), "the terminal's step has ended", 30)

@@ -52,8 +52,8 @@ class StubHub:
     is_down: bool = False
     started: list[tuple[str, str, str]] = field(default_factory=list)
     stopped: list[tuple[str, str]] = field(default_factory=list)
-    #: The options of the last start.
-    options: dict[str, str] = field(default_factory=dict)
+    #: The options of each server's last start, by owner and name.
+    options: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
     checked: int = 0
     unknown_users: set[str] = field(default_factory=set)
 
@@ -79,7 +79,7 @@ class StubHub:
         if owner in self.unknown_users:
             raise NotFound(f"the hub has no user {owner!r}")
         self.started.append((owner, server, options["profile"]))
-        self.options = dict(options)
+        self.options[owner, server] = dict(options)
 
     async def stop_server(self, owner: str, server: str) -> None:
         self.stopped.append((owner, server))

@@ -24,9 +24,9 @@ async def start(script: str) -> ProcessSession:
     return await ProcessSession.start(["/bin/bash", "-c", script], ME, ENVIRONMENT)
 
 
-async def read_all(session: ProcessSession) -> dict[int, bytes]:
+async def read_all(session: ProcessSession) -> dict[int, bytearray]:
     """Return the output of each stream."""
-    streams = {STDOUT: b"", STDERR: b""}
+    streams = {STDOUT: bytearray(), STDERR: bytearray()}
     while (part := await session.read()) is not None:
         streams[part[0]] += part[1]
     return streams

@@ -40,7 +40,7 @@ async def test_lost_notebook_waits_again_and_is_started_by_the_hub(setting: Sett
         await wait_for_state(running, f"/leases/{earlier['id']}", "granted")
         await until(lambda: "requested" in find_open(running, "ada"), "ada's notebook asks again")
         await until(lambda: ("ada", "work", "rtx5090") in setting.hub.started, "the hub is asked for ada's server")
-        assert setting.hub.options == {"profile": "rtx5090", "image": "lab/other:1", "keep": "yes"}
+        assert setting.hub.options["ada", "work"] == {"profile": "rtx5090", "image": "lab/other:1", "keep": "yes"}
         (again,) = [lease for lease in await read(running, "ada", "/leases") if lease["state"] == "requested"]
         assert (again["subject"], again["persistent"], again["position"]) == ("work", True, 1)
         events = await read(running, "ada", "/events")
