@@ -19,7 +19,7 @@ import pytest
 from tests.support.hub.kernel_client import Kernel, open_kernel
 from tests.support.product import ROOT, wait_for
 from tests.support.slurm.apptainer_image import build_sif
-from tests.support.slurm.hub import NB, Cluster, slurm_hub, start
+from tests.support.slurm.hub import NB, Cluster, log_in_laptop, slurm_hub, start
 from tests.support.slurm.site import USERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.root, pytest.mark.torch]
@@ -228,5 +228,25 @@ def test_launch_shares_memory_and_adds_over_two_nodes(cluster: Cluster, image: P
         wait_for(lambda: len(cluster.jobs_of("ada")) == 1, "only the notebook is left", 60)
         assert sorted(path.name for path in home.glob("saved-*")) == ["saved-0", "saved-1"], log.read_text()
     cluster.ada.stop(NB)
+    cluster.wait_clear()
+    wait_gone(image)
+
+
+def test_laptop_sends_files_and_opens_a_terminal(cluster: Cluster, image: Path, tmp_path: Path) -> None:
+    """Files go through a container on the head node, and a terminal is in one more on the worker's node."""
+    laptop = log_in_laptop(cluster, tmp_path)
+    laptop.write("sleep.py", "import time; print('sleeping', flush=True); time.sleep(600)")
+    laptop.run("run", "--detach", "--nnodes", "2", "sleep.py")
+    status, [job] = cluster.ada.ask(cluster.ada.broker, "GET", "/jobs")
+    assert status == 200
+    run = str(job["run_id"])
+    wait_for(lambda: "sleeping" in laptop.run("logs", run), "the job runs", 120)
+    show = "echo on $GPUHUB_NODE with $GPUHUB_GPU_UUIDS in $(ls /home) as $(id -un); exit 3"
+    shown = laptop.run("shell", run, "--worker", "1", "--", "sh", "-c", show, code=3)
+    assert "on rig2 with SLURM-rig2-0 in ada as ada" in shown, shown
+    [folder] = (cluster.site.users["ada"].home / "gpu-launch").iterdir()
+    laptop.run("cp", f"home:gpu-launch/{folder.name}/sleep.py", "fetched.py")
+    assert (laptop.work / "fetched.py").read_text() == (laptop.work / "sleep.py").read_text()
+    laptop.run("cancel", run)
     cluster.wait_clear()
     wait_gone(image)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import pytest
 from tests.support.hub.installed_laptop import Laptop
 from tests.support.hub.kernel_client import Kernel, open_kernel
 from tests.support.product import ROOT, wait_for
-from tests.support.slurm.hub import NB, Cluster, build_environment, leases, slurm_hub, start
+from tests.support.slurm.hub import NB, Cluster, build_environment, leases, log_in_laptop, slurm_hub, start
 from tests.support.slurm.site import USERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.root, pytest.mark.torch]
@@ -97,14 +96,7 @@ def cell(cluster: Cluster) -> Iterator[Kernel]:
 @pytest.fixture(scope="module")
 def laptop(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Laptop:
     """gpu-launch, logged in as ada."""
-    folder = tmp_path_factory.mktemp("laptop")
-    logged_in = Laptop(program=Path(sys.executable).with_name("gpu-launch"), home=folder / "home", work=folder / "work")
-    logged_in.home.mkdir()
-    logged_in.work.mkdir()
-    (folder / "token").write_text(cluster.ada.token)
-    output = logged_in.run("login", f"http://127.0.0.1:{cluster.hub.port}", "--token-file", str(folder / "token"))
-    assert "as ada" in output
-    return logged_in
+    return log_in_laptop(cluster, tmp_path_factory.mktemp("laptop"))
 
 
 @pytest.fixture(autouse=True)

@@ -74,6 +74,8 @@ class ServedHub:
     settings: str = SETTINGS
     #: The hub's configuration, with `{real}` for the product's and `{notebook}`.
     config: str = HUB_CONFIG
+    #: Words before each program's command, such as those of nsenter.
+    enter: tuple[str, ...] = ()
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _logs: list[IO[bytes]] = field(default_factory=list)
 
@@ -154,7 +156,12 @@ class ServedHub:
         }
         # As under supervisord, files are readable by root only.
         self._running[name] = subprocess.Popen(
-            command, cwd=self.paths.state, env=environment, stdout=log, stderr=subprocess.STDOUT, umask=0o077
+            [*self.enter, *command],
+            cwd=self.paths.state,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            umask=0o077,
         )
 
     def _is_ready(self) -> bool:

@@ -48,12 +48,16 @@ class Daemons:
         self._holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sh", "-c", script])
         wait((folder / "mounted").exists, "the site has its own users")
 
+    def build_enter_command(self, folder: Path) -> tuple[str, ...]:
+        """Return the words before a command that let it know the site's users, in this folder."""
+        assert self._holder is not None
+        return ("nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt", f"--wdns={folder}")
+
     def start(self, name: str) -> None:
         """Start a daemon, the first time or after a `kill`; it may need a moment before it answers."""
-        assert self._holder is not None
         command, environment = self._command(name)
         become = [f"--setuid={REST_USER[1]}", f"--setgid={REST_USER[1]}"] if name == "slurmrestd" else []
-        enter = ["nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt", f"--wdns={self.files.folder}", *become]
+        enter = [*self.build_enter_command(self.files.folder), *become]
         with (self.files.folder / f"{name}.out").open("ab") as output:
             self._running[name] = subprocess.Popen(
                 [*enter, *command],

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.hub.installed_laptop import Laptop
 from tests.support.hub.served_hub import ServedHub
 from tests.support.hub.users import Client, log_in
 from tests.support.product import ROOT, wait_for
@@ -132,6 +133,9 @@ def slurm_hub(
         for word, text in texts.items():
             settings = settings.replace(word, str(text))
         hub = ServedHub(instance, folder, "", port, settings=settings, config=CONFIG)
+        if is_image:
+            # Apptainer on the head node must know the users as well.
+            hub.enter = site.daemons.build_enter_command(hub.paths.state)
         try:
             hub.start()
             address = f"http://127.0.0.1:{hub.port}"
@@ -153,6 +157,17 @@ def build_environment(folder: Path, *further: str) -> Path:
     wanted = ["jupyterhub", "jupyter_server", *further]
     subprocess.run([uv, "pip", "install", "-q", "--python", python, *locks, *wanted], check=True)
     return folder / "env" / "bin" / "jupyterhub-singleuser"
+
+
+def log_in_laptop(cluster: Cluster, folder: Path) -> Laptop:
+    """Return gpu-launch with a home and a work folder of its own, logged in as ada."""
+    laptop = Laptop(program=Path(sys.executable).with_name("gpu-launch"), home=folder / "home", work=folder / "work")
+    laptop.home.mkdir()
+    laptop.work.mkdir()
+    (folder / "token").write_text(cluster.ada.token)
+    output = laptop.run("login", f"http://127.0.0.1:{cluster.hub.port}", "--token-file", str(folder / "token"))
+    assert "as ada" in output
+    return laptop
 
 
 def start(cluster: Cluster, user: Client, profile: str = "gpu") -> int:

@@ -15,6 +15,7 @@ from gpuhub.backends.slurm.lease_jobs import FindSubmitter
 from gpuhub.common.errors import Conflict, NodeUnreachable, Unavailable
 from gpuhub.common.program_session import STDERR, STDOUT
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.users.identity import find_account_name
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.domain.scheduler_input import build_request
 from gpuhub.slurm_client.gpu_selection import count_cpus
@@ -140,13 +141,18 @@ class UserPrograms:
         """Start a courier on the head node, where it sees the owner's home as on a login node.
 
         Raises:
-            Conflict: The home is not mounted on the head node.
+            Conflict: The home is not mounted on the head node, or Apptainer would not know the owner there.
             Unavailable, GpuhubError: The courier cannot be started, or the owner may run nothing.
         """
         submitter = await self._find_submitter(owner)
         home = scripts.find_home(self._cluster, owner)
         if not await asyncio.to_thread(_exists, home):
             raise Conflict(f"{home} is not on the head node: mount the homes there as on the nodes, for files and logs")
+        if self._cluster.slurm.runtime == "apptainer" and find_account_name(submitter.uid) is None:
+            raise Conflict(
+                f"the head node has no account with the UID {submitter.uid} of {owner}, which Apptainer needs for "
+                "files and logs: `gpuhub slurm users` makes it"
+            )
         command = scripts.build_head_command(self._cluster, owner, arguments)
         return await self._start(command.words, submitter, command.environment)
 

@@ -13,7 +13,7 @@ from gpuhub.common.errors import Conflict, NodeUnreachable, Unavailable
 from gpuhub.common.program_session import STDERR, STDOUT
 from gpuhub.slurm_client.models import Submitter
 from tests.support.broker.factories import build_running_job
-from tests.support.slurm.job_scripts import PLAIN, cluster
+from tests.support.slurm.job_scripts import APPTAINER, PLAIN, cluster
 
 pytestmark = pytest.mark.process
 ME = Submitter(name="me", uid=os.geteuid(), gid=os.getegid())
@@ -90,6 +90,16 @@ async def find_me(_owner: str) -> Submitter:
 async def test_home_that_is_not_on_the_head_node_is_named(tmp_path: Path) -> None:
     programs = UserPrograms(cluster(**PLAIN, home=f"{tmp_path}/{{username}}"), find_me)
     with pytest.raises(Conflict, match=f"{tmp_path}/ada is not on the head node: mount the homes there"):
+        await programs.start_on_head("ada", ("state", "--", "run-1"))
+
+
+async def test_owner_without_an_account_on_the_head_node_is_named(tmp_path: Path) -> None:
+    async def find_ada(_owner: str) -> Submitter:
+        return Submitter(name="ada", uid=71999, gid=71999)
+
+    (tmp_path / "ada").mkdir()
+    programs = UserPrograms(cluster(**APPTAINER, home=f"{tmp_path}/{{username}}"), find_ada)
+    with pytest.raises(Conflict, match="no account with the UID 71999 of ada, which Apptainer needs"):
         await programs.start_on_head("ada", ("state", "--", "run-1"))
 
 
