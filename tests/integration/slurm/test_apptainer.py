@@ -197,8 +197,8 @@ def test_notebook_sees_only_its_home_and_the_datasets(cluster: Cluster, image: P
     assert any(b"squashfuse" in command for command in processes(image).values())
     [folder] = folders()
     assert folder.stat().st_mode & 0o777 == 0o700
-    # With cgroups Slurm signals the script alone, before it kills all of the job.
-    cluster.site.ask("scancel", "--batch", "--signal=TERM", str(job), user="ada")
+    # With control groups Slurm signals the script alone, before it kills all of the job.
+    cluster.site.ask("scancel", str(job), user="ada")
     wait_for(lambda: not cluster.job_of("ada"), "the job has ended", 60)
     wait_gone(image)
     log = read_log(cluster)
