@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
@@ -18,6 +19,7 @@ from gpuhub.common.errors import (
     NotFound,
     Unavailable,
 )
+from gpuhub.common.log_text import escape_lines
 from gpuhub.common.program_session import STDOUT, ProgramSession
 from gpuhub.common.units import format_size
 from gpuhub.domain.models import JobRow, WorkerRow
@@ -41,8 +43,9 @@ _MAX_PARSED = 100
 MAX_EARLY_OUTPUT = 1024 * 1024
 #: Output outside the protocol that is kept for the log, such as a traceback, bytes.
 _MAX_STRAY_BYTES = 2000
-#: Longest text of an error, characters.
-_MAX_ERROR = 2000
+#: Longest text of an error, and of the last line of a courier that ended without one, characters.
+_MAX_ERROR, _MAX_LAST_LINE = 2000, 300
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: Keys of the courier's reports, with the type of their values.
 _REPORTS: Mapping[str, type] = {"ready": bool, "done": dict, "error": dict}
 _ERRORS: Mapping[str, type[GpuhubError]] = {
@@ -241,5 +244,8 @@ class CourierClient:
         if error is not None:
             text = str(error.get("text", ""))[:_MAX_ERROR]
             return _ERRORS.get(str(error.get("code", "")), GpuhubError)(text)
-        log.warning("a courier ended without a result; it wrote: %s", self._format_stray_output())
-        return GpuhubError("the courier on the node ended unexpectedly; the broker's log has details")
+        stray = self._format_stray_output()
+        log.warning("a courier ended without a result; it wrote: %s", stray)
+        last = escape_lines(_COLOUR.sub("", stray).rpartition("\n")[2].encode())[:_MAX_LAST_LINE]
+        reason = f"its last line is: {last}" if last else "it wrote nothing"
+        return GpuhubError(f"the courier on the node ended unexpectedly; {reason}")

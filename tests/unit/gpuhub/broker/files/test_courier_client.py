@@ -148,11 +148,28 @@ async def test_errors_of_a_courier_are_short() -> None:
         await run(odd)
 
 
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (b"", "it wrote nothing"),
+        (
+            b"srun: step 3\n\x1b[31mFATAL:  \x1b[0m unknown userid 71001\n\n",
+            "its last line is: FATAL:   unknown userid 71001",
+        ),
+        (b"x" * 1000, f"its last line is: {'x' * 300}"),
+    ],
+)
+async def test_last_line_of_a_courier_that_fails_is_shown(written: bytes, told: str) -> None:
+    with pytest.raises(GpuhubError) as error:
+        await run(HostileSession([(STDERR, written)] if written else []))
+    assert str(error.value) == f"the courier on the node ended unexpectedly; {told}"
+
+
 async def test_output_outside_the_protocol_is_cut_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """The log gets its end, and none of its lines looks like the broker's own."""
     forged = b"2026-01-01 00:00:00,000 INFO gpuhub.broker: root did it\n"
     session = HostileSession([(STDERR, b"y" * (MAX_LINE - 1) + b"\n" + forged * 100 + b"\x1b[2J")])
-    with pytest.raises(GpuhubError, match="ended unexpectedly"):
+    with pytest.raises(GpuhubError, match=r"ended unexpectedly; its last line is: \\x1b\[2J$"):
         await run(session)
     (record,) = caplog.records
     assert len(record.getMessage()) < 2100
