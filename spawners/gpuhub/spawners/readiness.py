@@ -23,7 +23,7 @@ from jupyterhub.utils import url_path_join
 from packaging.version import InvalidVersion, Version
 
 from gpuhub.broker_api.schemas import LeaseState
-from gpuhub.common.errors import GpuhubError
+from gpuhub.common.errors import GpuhubError, NodeSilent
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.container_lifecycle import inspect_container
 from gpuhub.spawners.notebook_lease import LeaseBroker
@@ -35,6 +35,8 @@ _CHECK_PERIOD_S = 1.0
 RECOVERY_CHECK_PERIOD_S = 3.0
 #: Longest attempt, seconds.
 _ATTEMPT_TIMEOUT_S = 5.0
+#: Longest time for which Docker may tell nothing of a container that starts, seconds; attempts to connect end sooner.
+_SILENCE_S = 120.0
 #: Longest version that is passed on to JupyterHub, which parses it, characters.
 _MAX_VERSION = 64
 _VERSION_HEADER = "X-JupyterHub-Version"
@@ -45,10 +47,26 @@ async def wait_container_ready(
 ) -> None:
     """Return as soon as the notebook in a container answers (see `wait_until_ready`).
 
+    Docker tells nothing of a container while it connects it to a network, which may take long.
+
     Raises:
         GpuhubError: The container has ended.
+        NodeSilent: Docker has told nothing of it for two minutes.
     """
-    await wait_until_ready(url, lambda: _check_running(daemons, node, container), tls=tls)
+    loop = asyncio.get_running_loop()
+    told_at = loop.time()
+
+    async def check_running() -> None:
+        nonlocal told_at
+        try:
+            await _check_running(daemons, node, container)
+        except NodeSilent:
+            if loop.time() - told_at > _SILENCE_S:
+                raise
+        else:
+            told_at = loop.time()
+
+    await wait_until_ready(url, check_running, tls=tls)
 
 
 async def wait_until_ready(

@@ -12,10 +12,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from gpuhub.common.errors import GpuhubError, NodeSilent
+from gpuhub.docker.client import DockerClients
 from gpuhub.spawners import readiness
 
 VERSION = b"X-JupyterHub-Version: 5.5.1\r\n"
@@ -207,3 +209,28 @@ async def test_wait_ends_with_the_container(monkeypatch: pytest.MonkeyPatch) -> 
 
     with notebook(slow_drip, 0.01) as (_, url), pytest.raises(TimeoutError, match="has ended"):
         await limited_server(url, has_ended).wait_up(timeout=86400, http=True)
+
+
+async def test_daemon_that_is_silent_for_a_while_does_not_end_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker tells nothing of a container while it connects it to a network; a container that has ended still counts."""
+    monkeypatch.setattr(readiness, "_CHECK_PERIOD_S", 0.0)
+    answers: list[Exception | dict[str, Any]] = [
+        NodeSilent("rig1"),
+        {"State": {"Running": True}},
+        NodeSilent("rig1"),
+        {"State": {"Running": False, "ExitCode": 3}},
+    ]
+
+    async def inspect(*_: object) -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(readiness, "inspect_container", inspect)
+    with pytest.raises(GpuhubError, match="exit code 3"):
+        await readiness.wait_container_ready(cast("DockerClients", None), "rig1", "c1", "http://127.0.0.1:9/")
+    monkeypatch.setattr(readiness, "_SILENCE_S", 0.1)
+    answers += [NodeSilent("rig1")] * 1000
+    with pytest.raises(NodeSilent):
+        await readiness.wait_container_ready(cast("DockerClients", None), "rig1", "c1", "http://127.0.0.1:9/")
