@@ -44,6 +44,8 @@ class SlurmFacts:
     slurmds: Mapping[str, str] = field(default_factory=dict)
     #: A line for each name in cluster.toml that Slurm does not have.
     settings_errors: tuple[str, ...] = ()
+    #: What the head node lacks for laptops' files, logs and terminals; None where containers serve them.
+    lacks_for_laptops: tuple[str, ...] | None = None
 
     @property
     def munge_socket(self) -> str:
@@ -110,11 +112,23 @@ def check_slurm(facts: SlurmFacts, table: SlurmSettings) -> Iterator[Finding]:
         yield _check_shared_devices(facts.config.get("constraindevices", ""))
     if table.runtime == "apptainer":
         yield ok("image", f"{table.image} was not checked: `gpuhub image list` tries it on every node")
+    if facts.lacks_for_laptops is not None:
+        yield _check_laptops(facts.lacks_for_laptops)
     if facts.settings_errors:
         for line in facts.settings_errors:
             yield failed("settings", line, "change cluster.toml, or Slurm's configuration")
     else:
         yield ok("settings", "Slurm has everything that cluster.toml names")
+
+
+def _check_laptops(lacking: tuple[str, ...]) -> Finding:
+    if lacking:
+        return warning(
+            "laptops",
+            f"this machine lacks {', '.join(lacking)}: not all of `gpu-launch run`, `cp`, `logs` and `shell` works",
+            "have it here as on the nodes (docs/slurm.md)",
+        )
+    return ok("laptops", "files, logs and terminals have what they need here")
 
 
 def _advise(table: SlurmSettings) -> str:

@@ -22,6 +22,7 @@ from gpuhub.ops.doctor.node_facts import HostFacts
 from gpuhub.ops.doctor.slurm_checks import SlurmFacts, parse_clock, parse_config, parse_slurmds
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.models import SlurmSite
+from gpuhub.slurm_client.programs import SlurmPrograms
 from gpuhub.slurm_client.site import check_site
 
 #: The commands that gpuhub runs; `sacctmgr` and `sacct` only where there is accounting.
@@ -66,9 +67,29 @@ async def read_slurm_facts(cluster: ClusterSettings) -> SlurmFacts:
     table = cluster.slurm
     site, trouble = await _query_site(table)
     facts = SlurmFacts(
-        site=site, trouble=trouble, settings_errors=() if site is None else tuple(check_site(cluster, site))
+        site=site,
+        trouble=trouble,
+        settings_errors=() if site is None else tuple(check_site(cluster, site)),
+        lacks_for_laptops=None
+        if table.runtime == "docker"
+        else tuple(await asyncio.to_thread(find_lacking_for_laptops, cluster)),
     )
     return facts if table.api == "rest" else await asyncio.to_thread(_add_command_facts, table, facts)
+
+
+def find_lacking_for_laptops(cluster: ClusterSettings) -> Iterator[str]:
+    """Yield what a laptop's files, logs and terminals need of this machine and do not find."""
+    table = cluster.slurm
+    homes = Path(cluster.storage.home.partition("{username}")[0])
+    if not homes.is_dir():
+        yield f"the homes in {homes}"
+    program = table.image if table.runtime == "apptainer" else table.command
+    if program is not None and not program.is_file():
+        yield str(program)
+    if table.runtime == "apptainer" and shutil.which("apptainer") is None:
+        yield "apptainer"
+    if SlurmPrograms(table.commands, table.conf).find("srun") is None:
+        yield "srun"
 
 
 async def _query_site(table: SlurmSettings) -> tuple[SlurmSite | None, str]:

@@ -109,6 +109,28 @@ def test_without_containers_only_slurm_isolates_jobs() -> None:
     assert [finding.check for finding in find_node_problems(table=plain)] == ["slurmd", "gres"]
 
 
+def test_what_laptops_lack_on_the_head_node_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The homes, what jobs run in, and srun; with containers nothing is needed."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "srun").touch(mode=0o755)
+    image = tmp_path / "lab.sif"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    table = SlurmSettings(runtime="apptainer", image=image, commands=tmp_path / "none")
+    cluster = build_cluster(engine="slurm", storage={"home": f"{tmp_path}/none/{{username}}"})
+    cluster = cluster.model_copy(update={"slurm": table})
+    lacking = tuple(slurm_queries.find_lacking_for_laptops(cluster))
+    assert lacking == (f"the homes in {tmp_path}/none", str(image), "apptainer", "srun")
+    [finding] = [one for one in check_slurm(replace(FACTS, lacks_for_laptops=lacking), table) if one.check == "laptops"]
+    assert finding.severity is Severity.WARNING
+    assert f"this machine lacks the homes in {tmp_path}/none, {image}, apptainer, srun: " in finding.value
+    image.touch()
+    (tmp_path / "apptainer").touch(mode=0o755)
+    storage = cluster.storage.model_copy(update={"home": f"{tmp_path}/home/{{username}}"})
+    complete = cluster.model_copy(update={"slurm": table.model_copy(update={"commands": None}), "storage": storage})
+    assert list(slurm_queries.find_lacking_for_laptops(complete)) == []
+    assert levels(check_slurm(replace(FACTS, lacks_for_laptops=()), SlurmSettings())) == {}
+
+
 @pytest.mark.parametrize(
     ("tracking", "expected"), [("proctrack/cgroup", {}), ("proctrack/linuxproc", {"processes": Severity.WARNING})]
 )
