@@ -262,6 +262,12 @@ def test_laptop_sends_a_folder_and_gets_output_and_files(cluster: Cluster, lapto
     assert "on rig2 sum 3.0" in output, output
     job = jobs(cluster)[0]
     assert "on rig2 sum 3.0" in laptop.run("logs", str(job["run_id"]))
+    shared = f"/shared/{job['id']}/logs"
+    assert cluster.ben.ask(cluster.ben.broker, "GET", shared)[0] == 404
+    laptop.run("share", str(job["run_id"]), "--with", "ben")
+    status, output = cluster.ben.ask(cluster.ben.broker, "GET", shared)
+    assert status == 200, output
+    assert "on rig2 sum 3.0" in output
     [folder] = (cluster.site.users["ada"].home / "gpu-launch").iterdir()
     laptop.run("cp", f"home:gpu-launch/{folder.name}/results", "fetched")
     assert (laptop.work / "fetched/out.txt").read_text() == "the result of helper"
