@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.common import names
-from gpuhub.common.errors import Conflict, GpuhubError, NodeUnreachable, NotFound, SetupError
+from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NodeUnreachable, NotFound, SetupError
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.swarm.managers import ask_manager
@@ -151,7 +151,8 @@ async def connect_container(
             text = str(error)
             if "already exists" in text or "already attached" in text:
                 return
-            failed = any(sign in text for sign in _JOIN_FAILURES)
+            # A silent daemon may still be busy with the attempt before.
+            failed = isinstance(error, NodeSilent) or any(sign in text for sign in _JOIN_FAILURES)
             is_first = failed and not has_failed
             has_failed |= failed
             is_passing = has_failed and (failed or f"network {network.id} not found" in text)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuhub.common import names
-from gpuhub.common.errors import Conflict, GpuhubError, NotFound, SetupError
+from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NotFound, SetupError
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
 from gpuhub.docker.client import CallKind, DockerClients
@@ -213,7 +213,7 @@ class JoiningDaemons(DockerClients):
         del work
         assert kind is CallKind.SWARM
         if (answer := self.answers.pop(0)) is not None:
-            raise GpuhubError(f"node {node}: {answer}")
+            raise (NodeSilent if answer is SILENT else GpuhubError)(f"node {node}: {answer}")
 
 
 #: As Docker 20.10.24 answered after 20 s, while its log had "error creating vxlan interface: file exists".
@@ -224,6 +224,7 @@ FAILED = (
 #: As it answered on a node that had been out of reach for a minute, 2 s after it answered again.
 NOT_BACK = "Could not attach to network wi326: context deadline exceeded"
 NETWORK = UserNetwork(name="ghtest-net-ada", id="wi326", subnet="10.201.5.0/24")
+SILENT = "its Docker daemon does not answer in time"
 #: What it may answer to the attempt after one that failed.
 UNKNOWN = "network wi326 not found"
 
@@ -234,7 +235,8 @@ UNKNOWN = "network wi326 not found"
         (None,),
         (FAILED, None),
         (FAILED, UNKNOWN, UNKNOWN, FAILED, None),
-        (NOT_BACK, NOT_BACK, None),
+        (NOT_BACK, SILENT, NOT_BACK, None),
+        (SILENT, None),
         ("endpoint with name ghtest-nb-ada already exists in network",),
     ],
 )
