@@ -71,6 +71,8 @@ def command() -> Iterator[Path]:
         site_packages = next((ROOT / ".venv" / "lib").glob("python3.*")) / "site-packages"
         (packages / "ours.pth").write_text(f"{site_packages}\n")
         shutil.copytree(ROOT / "extensions" / "gpu_launch" / "image_config", folder / "env" / "etc" / "ipython")
+        extensions = folder / "env" / "etc" / "jupyter" / "jupyter_server_config.d" / "gpu_launch.json"
+        extensions.write_text('{"ServerApp": {"jpserver_extensions": {"gpu_launch.sshd.jupyter_extension": true}}}')
         yield environment
 
 
@@ -287,12 +289,8 @@ def test_laptop_opens_a_terminal_beside_a_worker(cluster: Cluster, cell: Kernel,
     shown = laptop.run("shell", run, "--worker", "1", "--", "sh", "-c", show, code=3, stdin="typed\x04")
     assert f"on rig2 in {job} with SLURM-rig2-0 as {USERS['ada']}" in shown, shown
     assert "typed" in shown, shown
-    laptop.run("ssh-config")
-    ssh = ("ssh", "-F", str(laptop.home / ".ssh/config"), f"gpuhub-{run}.1", "echo $GPUHUB_NODE; id -u; pwd")
-    done = subprocess.run(
-        ssh, cwd=laptop.work, env=laptop.environ(), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout.split() == ["rig2", str(USERS["ada"]), str(cluster.site.users["ada"].home)], done
+    home = str(cluster.site.users["ada"].home)
+    assert ssh(laptop, f"gpuhub-{run}.1", "echo $GPUHUB_NODE; id -u; pwd") == ["rig2", str(USERS["ada"]), home]
     with laptop.start("shell", run, "--", "sh", "-c", "echo begun; exec sleep 1234") as terminal:
         assert terminal.stdout is not None
         assert any("begun" in line for line in terminal.stdout)
@@ -305,6 +303,27 @@ def test_laptop_opens_a_terminal_beside_a_worker(cluster: Cluster, cell: Kernel,
     assert launches(cluster) == [job]
     laptop.run("cancel", run)
     wait_free(cluster)
+
+
+def test_ssh_lands_in_the_notebook(cluster: Cluster, cell: Kernel, laptop: Laptop) -> None:
+    """It is in the notebook's Slurm job, with its variables, home and Python."""
+    [job] = cluster.jobs_of("ada")
+    python = cell.run("import sys; print(sys.prefix)").strip()
+    shown = ssh(
+        laptop, f"gpuhub-{NB}", "echo $SLURM_JOB_ID $JUPYTERHUB_USER; pwd; python3 -c 'import sys; print(sys.prefix)'"
+    )
+    assert shown == [str(job), "ada", str(cluster.site.users["ada"].home), python]
+
+
+def ssh(laptop: Laptop, host: str, command: str) -> list[str]:
+    """Return the words that a command writes that OpenSSH's client runs on a host of the laptop's settings."""
+    laptop.run("ssh-config")
+    words = ("ssh", "-F", str(laptop.home / ".ssh/config"), host, command)
+    done = subprocess.run(
+        words, cwd=laptop.work, env=laptop.environ(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def find_processes(command: bytes) -> list[int]:
