@@ -174,7 +174,8 @@ class NodeProbe:
                         cache.devices[container] = await self._inspect(node, container)
             except (TimeoutError, GpuhubError) as error:
                 # The inspection of a container on a dead file server hangs, while the node itself answers.
-                log.info("node %s: containers cannot be inspected now: %s", node, error)
+                reason = str(error) or f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+                log.info("node %s: containers cannot be inspected now: %s", node, reason)
                 cache.inspect_at = self._clock.monotonic() + INSPECT_RETRY_S
         return tuple(parse_container(raw, cache.devices.get(str(raw["Id"]))) for raw in listed)
 
