@@ -104,8 +104,8 @@ async def _query_site(table: SlurmSettings) -> tuple[SlurmSite | None, str]:
 
 
 def _add_command_facts(table: SlurmSettings, facts: SlurmFacts) -> SlurmFacts:
-    folder = None if table.commands is None else str(table.commands)
-    missing = tuple(name for name in _COMMANDS if shutil.which(name, path=folder) is None)
+    programs = SlurmPrograms(table.commands, table.conf)
+    missing = tuple(name for name in _COMMANDS if programs.find(name) is None)
     before = time.time()
     config = _run(table, "scontrol", "show", "config") if "scontrol" not in missing else ""
     after = time.time()
