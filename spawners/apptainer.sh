@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs Apptainer for tests on Debian where no `apptainer` is on PATH: the distribution's own package, else
-# unstable's, which needs a newer C library than Debian 12 has. It then gets Debian 13's libraries in a folder of its
-# own, so that no package of the machine changes. apt checks all downloads by Debian's signatures.
+# unstable's, which needs a newer C library than Debian 12 has. It then gets newer libraries in a folder of its own, so
+# that no package of the machine changes. apt checks all downloads by Debian's signatures.
 set -euo pipefail
 version=1.4.5-2
 sha256_amd64=26cf96e08fccb0e50ea0f285a5a19f940ee873d167a0680584fe6eba7d197d65

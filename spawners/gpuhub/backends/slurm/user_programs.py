@@ -66,7 +66,7 @@ class ProcessSession:
         """Return the next part as stream and data; None at the end."""
         part = await self._parts.get()
         if part is None:
-            # For whoever reads on.
+            # The next call to read gets it as well.
             self._parts.put_nowait(None)
         return part
 

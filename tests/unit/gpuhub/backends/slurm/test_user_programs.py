@@ -64,7 +64,7 @@ async def test_program_that_has_ended_takes_no_input() -> None:
 
 @pytest.mark.parametrize("end", ["cat >/dev/null", "trap '' TERM; while :; do sleep 0.05; done"])
 async def test_closed_program_ends(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself, or it is killed; whoever waits for its output is not left waiting."""
+    """By itself, or it is killed; a pending read ends."""
     monkeypatch.setattr("gpuhub.backends.slurm.user_programs._END_S", 0.3)
     session = await start(f"echo $$ >{tmp_path}/pid; echo ready; {end}")
     assert await session.read() == (STDOUT, b"ready\n")

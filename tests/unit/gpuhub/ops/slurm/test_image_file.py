@@ -61,7 +61,7 @@ async def test_image_file_is_built_only_of_another_image(
     assert (await run()).startswith(f"Built: {settings.slurm.image} (0.0 GB)")
     assert await run() == f"{settings.slurm.image} is current."
     assert (await run()).startswith("Built:")
-    # A file that somebody has replaced is not taken for the built one.
+    # A file that was replaced by hand is not taken for the built one.
     settings.slurm.image.write_text("other")
     images.append("two")
     assert (await run()).startswith("Built:")
