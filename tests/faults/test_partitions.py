@@ -17,7 +17,7 @@ Figure = Callable[[str, float], None]
 #: Heartbeats and lease checks have shorter intervals than this, seconds.
 LONG_S = 20.0
 #: Longest start while one of the nodes that keep users' networks does not answer, or has just come back, seconds.
-START_S = 200.0
+START_S = 260.0
 UNREACHABLE = {"unreachable", "down"}
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import requests
 import tomlkit
+from docker.errors import APIError
 
 from gpuhub.common import names, secrets
 from gpuhub.common.paths import Paths
@@ -32,6 +35,9 @@ KEEP = bool(os.environ.get("GPUHUB_FAULTS_KEEP"))
 USERS = ("ada", "ben", "cyd", "dee", "eve")
 #: A lease that ends on an unreachable node is quarantined after this, seconds; short, so that cases are short.
 QUARANTINE_S = 10
+#: Longest time after a network partition until Swarm works on every node again, seconds: for a minute the others' pause
+#: between two attempts to reach the node that was away, then for an election.
+SWARM_DEADLINE_S = 150
 #: A file in each user's home that must not change.
 KEPT = "kept.bin"
 
@@ -160,6 +166,21 @@ class FaultTestbed(UserActions):
                 practice_closet.set_gpu_load(self.paths, node, index, gpu_state.GpuLoad())
         docker_daemons.wait_ready(self.plan, self.paths)
         wait_for(self.is_live, "hub and broker answer", 90)
+        wait_for(self._has_whole_swarm, "every node is in the Swarm and knows its leader", SWARM_DEADLINE_S, every_s=1)
+
+    def _has_whole_swarm(self) -> bool:
+        """Return whether every node that manages the Swarm knows a leader and lists every node as ready."""
+        for node in self.plan.nodes:
+            with closing(self.client_of(node.name)) as client:
+                try:
+                    members = client.nodes()
+                except (APIError, requests.Timeout):
+                    return False
+            leaders = [member for member in members if member.get("ManagerStatus", {}).get("Leader")]
+            ready = [member for member in members if member["Status"]["State"] == "ready"]
+            if len(leaders) != 1 or len(ready) < len(self.plan.nodes):
+                return False
+        return True
 
     def clear(self) -> None:
         """End every server, job and lease, and wait until all GPUs are free."""
