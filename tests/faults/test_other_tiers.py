@@ -72,7 +72,7 @@ def test_stale_nfs_file_handle() -> None:
     """The file system's error is shown, and nothing is made or removed."""
     run_tests(
         "tests/integration/gpuhub/storage/test_homes.py::test_file_system_error_is_reported",
-        "tests/unit/gpuhub/docker/test_container_lifecycle.py::test_mount_failure_has_a_remedy",
+        "tests/unit/gpuhub/docker/containers/test_container_lifecycle.py::test_mount_failure_has_a_remedy",
     )
 
 

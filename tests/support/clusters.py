@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker.container_spec import (
+from gpuhub.docker.containers.container_spec import (
     ContainerContext,
     ContainerSpec,
     build_worker_spec,
 )
-from gpuhub.docker.security import WorkerSize
+from gpuhub.docker.containers.security import WorkerSize
 
 #: The text of a cluster.toml with what every one has.
 CLUSTER_FILE = """

@@ -15,7 +15,7 @@ from typing import Protocol
 from gpuhub.broker_api.schemas import Capabilities, JobRequest, LeaseRequest, NodeView, PartitionView, UsageView
 from gpuhub.common.errors import Conflict, GpuhubError, SchedulerUnreachable
 from gpuhub.common.program_session import ProgramSession
-from gpuhub.docker.user_containers import WorkerSpec
+from gpuhub.docker.containers.user_containers import WorkerSpec
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.nodes.power_status import PowerState

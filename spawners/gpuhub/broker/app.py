@@ -91,9 +91,9 @@ from gpuhub.config import settings
 from gpuhub.config.head_address import build_hub_origin, find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.docker.containers.firewall_container import ensure_firewall
+from gpuhub.docker.containers.user_containers import start_courier, start_worker
 from gpuhub.docker.networks import remove_idle_user_networks
-from gpuhub.docker.user_containers import start_courier, start_worker
 from gpuhub.domain.clock import Clock
 from gpuhub.nodes.inventory import GpuReading, build_inventory
 from gpuhub.nodes.power_switch import check_password_files

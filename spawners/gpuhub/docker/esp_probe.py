@@ -14,7 +14,7 @@ from typing import Any
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.docker import esp_script
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.probe_container import run_probe
+from gpuhub.docker.containers.probe_container import run_probe
 
 #: The remedy for a node whose kernel cannot encrypt.
 ENCRYPTION_ADVICE = (

@@ -18,7 +18,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.common.gpu import shorten_model
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import BASE_IMAGE
+from gpuhub.docker.containers.container_spec import BASE_IMAGE
 from gpuhub.nodes import agent
 from gpuhub.nodes.status import AgentReading, GpuProcess, GpuReading, NodeStatus, PcieLink, XidErrors, XidsByGpu
 

@@ -15,7 +15,7 @@ from gpuhub.config.machines.nodes import NodeSettings
 from gpuhub.config.machines.power import PowerSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.sleep_container import send_to_sleep
+from gpuhub.docker.containers.sleep_container import send_to_sleep
 from gpuhub.nodes.magic_packet import send_magic_packet
 
 #: Longest run of a command, seconds.

@@ -18,7 +18,7 @@ from docker.types import DeviceRequest
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import BASE_IMAGE
+from gpuhub.docker.containers.container_spec import BASE_IMAGE
 from gpuhub.nodes import gpu_suspension
 
 #: To read other users' processes and their open files, to enter their containers, and to change what is mounted there.

@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common.errors import GpuhubError, NodeSilent
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_lifecycle import inspect_container
+from gpuhub.docker.containers.container_lifecycle import inspect_container
 from gpuhub.spawners.notebook_lease import LeaseBroker
 
 #: Time between two attempts at a start, seconds. JupyterHub's own wait backs off to seconds, which delays the start.

@@ -2,7 +2,7 @@
 
 The head node creates homes where it sees them, for their users alone, and never through a symbolic link. These calls
 block, and hang if a file server does. So `prepare_user` runs them on separate threads, and each step ends after
-`storage.patience` seconds. `docker.mounts` mounts the homes.
+`storage.patience` seconds. `docker.containers.mounts` mounts the homes.
 """
 
 from __future__ import annotations

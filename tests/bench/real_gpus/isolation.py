@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker.security import ContainerLimits, build_gpu_environment, build_security_options
+from gpuhub.docker.containers.security import ContainerLimits, build_gpu_environment, build_security_options
 from tests.bench.real_gpus.nodes import Node
 
 ADA = UserIdentity(name="ada", uid=20001, gid=20001, group_names=("ada",))

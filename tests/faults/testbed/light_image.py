@@ -14,7 +14,7 @@ import docker
 import jupyterhub
 
 from gpuhub.common.paths import Paths
-from gpuhub.docker.container_spec import BASE_IMAGE as BASE
+from gpuhub.docker.containers.container_spec import BASE_IMAGE as BASE
 from gpuhub_closet.paths import node_paths
 from gpuhub_closet.topology import ClosetNode
 

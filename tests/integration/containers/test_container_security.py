@@ -18,10 +18,11 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import container_lifecycle, networks
+from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import ContainerSpec, build_worker_spec
-from gpuhub.docker.security import WorkerSize
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.container_spec import ContainerSpec, build_worker_spec
+from gpuhub.docker.containers.security import WorkerSize
 from gpuhub_closet import gpu_state
 from gpuhub_closet.topology import SimulatedGpu
 from tests.support.closet.practice_closet import INSTANCE, Closet

@@ -17,9 +17,9 @@ from gpuhub.broker.files.courier_client import CourierClient
 from gpuhub.broker_api.errors import SizeLimitExceeded
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound
-from gpuhub.docker import container_spec
+from gpuhub.docker.containers import container_spec
+from gpuhub.docker.containers.user_containers import CourierSpec, start_courier
 from gpuhub.docker.exec_session import start_exec
-from gpuhub.docker.user_containers import CourierSpec, start_courier
 from gpuhub.storage.homes import prepare_user
 from tests.support.closet.head_node import OWNER, HeadNode, until
 from tests.support.closet.practice_closet import INSTANCE

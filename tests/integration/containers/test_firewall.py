@@ -16,8 +16,9 @@ from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import container_lifecycle, firewall_container, networks
+from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.containers import container_lifecycle, firewall_container
 from gpuhub.docker.swarm import membership
 from gpuhub.docker.swarm.managers import SWARM_PORT
 from gpuhub_closet import docker_daemons as closet_daemons

@@ -23,10 +23,10 @@ from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, StorageSettings
-from gpuhub.docker import container_spec
 from gpuhub.docker.client import CallKind, DockerClients
+from gpuhub.docker.containers import container_spec
+from gpuhub.docker.containers.user_containers import WorkerSpec, start_worker
 from gpuhub.docker.ssh import ssh_files
-from gpuhub.docker.user_containers import WorkerSpec, start_worker
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import JobRow, LedgerSnapshot, WorkerRow
 from gpuhub.nodes.status import NodeStatus

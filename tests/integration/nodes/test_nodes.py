@@ -24,7 +24,7 @@ from gpuhub.common import secrets
 from gpuhub.common.errors import NodeUnreachable
 from gpuhub.config import settings
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.probe_container import LABEL_DOCTOR
+from gpuhub.docker.containers.probe_container import LABEL_DOCTOR
 from gpuhub.docker.ssh import ssh_files
 from gpuhub.docker.swarm import membership
 from gpuhub.ops.provision import cluster_file, node_access

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import GpuhubError
-from gpuhub.docker import probe_container
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.sleep_container import send_to_sleep
+from gpuhub.docker.containers import probe_container
+from gpuhub.docker.containers.sleep_container import send_to_sleep
 from gpuhub_closet import docker_daemons
 from tests.support.closet.head_node import HeadNode
 from tests.support.closet.practice_closet import Closet

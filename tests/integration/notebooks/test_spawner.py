@@ -16,9 +16,10 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, NotFound
 from gpuhub.config import settings
 from gpuhub.config.containers.profiles import ProfileSettings
-from gpuhub.docker import container_spec, networks
+from gpuhub.docker import networks
+from gpuhub.docker.containers import container_spec
+from gpuhub.docker.containers.user_containers import WorkerSpec, start_worker
 from gpuhub.docker.swarm import membership
-from gpuhub.docker.user_containers import WorkerSpec, start_worker
 from gpuhub.spawners.base import SpawnFailed
 from gpuhub.spawners.docker import spawner
 from gpuhub_closet import shell

@@ -18,9 +18,9 @@ from gpuhub.broker.files.dataset_stager import DatasetStager
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common import names
 from gpuhub.config.settings import StorageSettings
-from gpuhub.docker import container_lifecycle, staging_container
-from gpuhub.docker.staging_container import StagingFailed
-from gpuhub.docker.user_containers import WorkerSpec, start_worker
+from gpuhub.docker.containers import container_lifecycle, staging_container
+from gpuhub.docker.containers.staging_container import StagingFailed
+from gpuhub.docker.containers.user_containers import WorkerSpec, start_worker
 from gpuhub.nodes.inventory import build_inventory
 from tests.support.closet.head_node import OWNER, HeadNode
 from tests.support.closet.practice_closet import INSTANCE
@@ -33,7 +33,7 @@ DIGITS = "datasets/digits"
 def _small_image(monkeypatch: pytest.MonkeyPatch, tiny_image: str) -> None:
     """Use the small image: nodes of these tests have no gpuhub/base."""
     monkeypatch.setattr(staging_container, "BASE_IMAGE", tiny_image)
-    monkeypatch.setattr("gpuhub.docker.container_spec.WORKER_COMMAND", ("sleep", "1000"))
+    monkeypatch.setattr("gpuhub.docker.containers.container_spec.WORKER_COMMAND", ("sleep", "1000"))
 
 
 @pytest.fixture

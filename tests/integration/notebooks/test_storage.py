@@ -22,9 +22,9 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, SetupError, StorageUnavailable
 from gpuhub.config.settings import StorageSettings
 from gpuhub.config.users.identity import find_identity
-from gpuhub.docker import container_lifecycle
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.user_containers import CourierSpec, WorkerSpec, start_courier, start_worker
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.user_containers import CourierSpec, WorkerSpec, start_courier, start_worker
 from gpuhub.spawners.base import SpawnFailed
 from gpuhub.storage import homes
 from gpuhub.storage.blocking_calls import BlockingCallPool
@@ -46,7 +46,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     patience = BlockingCallPool()
     monkeypatch.setattr(homes, "BLOCKING_CALLS", patience)
     monkeypatch.setattr(homes, "PROBER", NfsProber(patience))
-    monkeypatch.setattr("gpuhub.docker.container_spec.WORKER_COMMAND", SLEEP)
+    monkeypatch.setattr("gpuhub.docker.containers.container_spec.WORKER_COMMAND", SLEEP)
 
 
 @pytest.fixture

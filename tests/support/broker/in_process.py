@@ -28,7 +28,7 @@ from gpuhub.broker_api.errors import HubUnreachable
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker.user_containers import CourierSpec, WorkerSpec
+from gpuhub.docker.containers.user_containers import CourierSpec, WorkerSpec
 from gpuhub.domain.clock import Clock
 from tests.support.docker.simulated_nodes import (
     SimulatedDaemons,

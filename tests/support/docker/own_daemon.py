@@ -12,7 +12,7 @@ from pathlib import Path
 
 import docker
 
-from gpuhub.docker.container_spec import BASE_IMAGE
+from gpuhub.docker.containers.container_spec import BASE_IMAGE
 from gpuhub_closet.docker_daemons import is_socket_answering
 from tests.support.docker.tiny_image import build_root_filesystem
 from tests.support.product import wait_for

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from gpuhub.docker.container_spec import COURIER_COMMAND
+from gpuhub.docker.containers.container_spec import COURIER_COMMAND
 
 _ids = itertools.count(1)
 

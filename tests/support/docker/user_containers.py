@@ -14,10 +14,11 @@ from pathlib import Path
 from gpuhub.common.names import NOTEBOOK_PORT
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker import container_lifecycle, networks
+from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_worker_spec
-from gpuhub.docker.security import WorkerSize
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.container_spec import ContainerContext, ContainerSpec, build_worker_spec
+from gpuhub.docker.containers.security import WorkerSize
 from gpuhub_closet import shell
 from gpuhub_closet.topology import ClosetPlan
 from tests.support.closet.practice_closet import INSTANCE, Closet

@@ -43,7 +43,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, SchedulerUnreachable
 from gpuhub.common.program_session import ProgramSession
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker.user_containers import WorkerSpec
+from gpuhub.docker.containers.user_containers import WorkerSpec
 from gpuhub.domain import lease_states
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.domain.scheduler_input import build_request

@@ -13,7 +13,7 @@ from gpuhub.common import gpu as gpus
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker.user_containers import WorkerSpec
+from gpuhub.docker.containers.user_containers import WorkerSpec
 from gpuhub.domain import lease_states
 from gpuhub.domain.models import LeaseRow
 from gpuhub.nodes.status import GpuReading, NodeStatus

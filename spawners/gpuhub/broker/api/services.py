@@ -27,7 +27,7 @@ from gpuhub.broker_api.errors import NotKnown
 from gpuhub.broker_api.schemas import VisitView
 from gpuhub.broker_api.schemas.services import ServiceView
 from gpuhub.common.errors import Conflict, Unavailable
-from gpuhub.docker.service_container import MAX_LOG_LINES
+from gpuhub.docker.services.service_container import MAX_LOG_LINES
 
 #: Path of visits, below the prefix of the broker.
 VISITS = "/service-visits"

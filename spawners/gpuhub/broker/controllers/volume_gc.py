@@ -19,8 +19,8 @@ from gpuhub.common.units import format_span
 from gpuhub.config.settings import StorageSettings
 from gpuhub.config.users.identity import UserIdentity
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.container_lifecycle import find_used_volumes
-from gpuhub.docker.mounts import build_mounts
+from gpuhub.docker.containers.container_lifecycle import find_used_volumes
+from gpuhub.docker.containers.mounts import build_mounts
 
 log = logging.getLogger(__name__)
 #: Interval between two collections, and delay of the first, so that the clock is set after a reboot; seconds.

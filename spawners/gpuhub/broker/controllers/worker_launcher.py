@@ -18,9 +18,9 @@ from gpuhub.common.units import format_size
 from gpuhub.config.containers.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
 from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.security import WorkerSize
-from gpuhub.docker.service_access import find_offered_services
-from gpuhub.docker.user_containers import WorkerSpec
+from gpuhub.docker.containers.security import WorkerSize
+from gpuhub.docker.containers.service_access import find_offered_services
+from gpuhub.docker.containers.user_containers import WorkerSpec
 from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow, LeaseRow, WorkerRow
 from gpuhub.domain.owner_limits import list_groups

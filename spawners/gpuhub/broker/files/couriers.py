@@ -25,9 +25,9 @@ from gpuhub.common.errors import (
 )
 from gpuhub.common.names import DEFAULT_IMAGE
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import COURIER_COMMAND
+from gpuhub.docker.containers.container_spec import COURIER_COMMAND
+from gpuhub.docker.containers.user_containers import CourierSpec
 from gpuhub.docker.exec_session import ExecSession, start_exec
-from gpuhub.docker.user_containers import CourierSpec
 from gpuhub.domain.models import JobRow, WorkerRow
 
 #: Starts a courier, replacing an existing one, and returns its container's id.

@@ -21,10 +21,11 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, InvalidRequest
 from gpuhub.common.units import format_size
-from gpuhub.docker import container_lifecycle, networks
+from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.mounts import build_datasets_mount
-from gpuhub.docker.staging_container import COPY, StagingFailed, StagingSpec, create_stager, run_stager
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.mounts import build_datasets_mount
+from gpuhub.docker.containers.staging_container import COPY, StagingFailed, StagingSpec, create_stager, run_stager
 
 log = logging.getLogger(__name__)
 #: Time between two removals of unneeded copies, seconds.

@@ -15,7 +15,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, NotFound
 from gpuhub.common.units import format_span
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.container_lifecycle import find_used_volumes
+from gpuhub.docker.containers.container_lifecycle import find_used_volumes
 from gpuhub.domain.clock import Clock
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas.services import ServiceState, ServiceView
 from gpuhub.common.errors import NotFound, Unavailable
 from gpuhub.config.containers.services import ServiceSettings
-from gpuhub.docker.service_container import build_relay_command
+from gpuhub.docker.services.service_container import build_relay_command
 from gpuhub.domain.models import Identity
 
 

@@ -19,7 +19,7 @@ import httpcore
 from gpuhub.broker.files.courier_client import CourierClient
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import COURIER_COMMAND
+from gpuhub.docker.containers.container_spec import COURIER_COMMAND
 from gpuhub.docker.exec_session import start_exec
 from gpuhub.domain.models import WorkerRow
 

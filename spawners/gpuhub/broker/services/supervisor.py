@@ -10,9 +10,9 @@ from gpuhub.broker_api.schemas.services import ServiceState
 from gpuhub.common.errors import GpuhubError, ImageMissing, NodeUnreachable, Unavailable
 from gpuhub.config.containers.services import ServiceSettings, find_service_node
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import service_container
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.service_container import ServiceContainers
+from gpuhub.docker.services import service_container
+from gpuhub.docker.services.service_container import ServiceContainers
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 from traitlets.config import LazyConfigValue
 
 from gpuhub.common.errors import SettingsError
-from gpuhub.docker.security import refuse_gpu_variables
+from gpuhub.docker.containers.security import refuse_gpu_variables
 from gpuhub.spawners import traits
 from gpuhub.spawners.docker.host_config import check_host_config
 

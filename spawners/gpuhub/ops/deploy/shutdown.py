@@ -15,9 +15,9 @@ from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_lifecycle import remove_instance_objects, remove_nfs_volumes
-from gpuhub.docker.firewall_container import remove_firewall
-from gpuhub.docker.service_container import list_services, remove_service
+from gpuhub.docker.containers.container_lifecycle import remove_instance_objects, remove_nfs_volumes
+from gpuhub.docker.containers.firewall_container import remove_firewall
+from gpuhub.docker.services.service_container import list_services, remove_service
 from gpuhub.docker.swarm import membership
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.ops.console import StepReport

@@ -26,7 +26,7 @@ from gpuhub.config.containers import profiles
 from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
 from gpuhub.docker import esp_probe, networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.firewall_container import ensure_firewall
+from gpuhub.docker.containers.firewall_container import ensure_firewall
 from gpuhub.docker.swarm import membership
 from gpuhub.login import kinds as login
 from gpuhub.login.local_accounts import check_accounts

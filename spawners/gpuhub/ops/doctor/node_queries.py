@@ -22,9 +22,9 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users.identity import find_known_uids
 from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import BASE_IMAGE
-from gpuhub.docker.firewall_container import parse_status_line
-from gpuhub.docker.probe_container import run_probe
+from gpuhub.docker.containers.container_spec import BASE_IMAGE
+from gpuhub.docker.containers.firewall_container import parse_status_line
+from gpuhub.docker.containers.probe_container import run_probe
 from gpuhub.docker.swarm.managers import ask_manager
 from gpuhub.nodes.agent import PERIOD_S
 from gpuhub.nodes.agent_container import parse_agent_line, read_last_line

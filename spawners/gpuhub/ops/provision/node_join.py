@@ -17,7 +17,7 @@ from gpuhub.config.base import describe_mistakes
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker import ssh
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.firewall_container import build_node_policy
+from gpuhub.docker.containers.firewall_container import build_node_policy
 from gpuhub.docker.ssh import ssh_files
 from gpuhub.docker.swarm import membership
 from gpuhub.firewall.rules import describe_rules

@@ -16,9 +16,10 @@ from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnre
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, NodeSettings
-from gpuhub.docker import container_lifecycle, ssh
+from gpuhub.docker import ssh
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.firewall_container import remove_firewall
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.firewall_container import remove_firewall
 from gpuhub.docker.ssh import ssh_files
 from gpuhub.docker.swarm import membership
 from gpuhub.ops.broker_connection import connect_to_broker

@@ -9,7 +9,7 @@ from typing import Any
 from docker.types import Mount
 
 from gpuhub.common.errors import SettingsError
-from gpuhub.docker.container_spec import ContainerSpec
+from gpuhub.docker.containers.container_spec import ContainerSpec
 
 #: Keys of `extra_host_config` that are passed to Docker.
 HOST_CONFIG_KEYS = frozenset(

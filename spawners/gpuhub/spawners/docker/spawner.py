@@ -19,9 +19,10 @@ from gpuhub.common.log_text import escape_output
 from gpuhub.config import head_address
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker import container_lifecycle, networks
+from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_spec import ContainerSpec
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.container_spec import ContainerSpec
 from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.spawners.base import LeasedSpawner
 from gpuhub.spawners.docker import startup

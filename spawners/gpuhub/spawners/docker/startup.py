@@ -17,12 +17,13 @@ from gpuhub.common.names import NOTEBOOK_PORT
 from gpuhub.config.head_address import format_host, url_scheme
 from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker import container_lifecycle, networks
+from gpuhub.docker import networks
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.container_lifecycle import translate_mount_errors
-from gpuhub.docker.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
-from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.docker.service_access import find_offered_services
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.container_lifecycle import translate_mount_errors
+from gpuhub.docker.containers.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
+from gpuhub.docker.containers.firewall_container import ensure_firewall
+from gpuhub.docker.containers.service_access import find_offered_services
 from gpuhub.spawners.base import SPAWN_OPTIONS, is_kept
 from gpuhub.spawners.readiness import wait_container_ready
 from gpuhub.tls import notebook_certificate

@@ -18,7 +18,7 @@ from gpuhub.config import head_address
 from gpuhub.config.containers.container_size import build_profile_size
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker.security import refuse_gpu_variables
+from gpuhub.docker.containers.security import refuse_gpu_variables
 from gpuhub.slurm_client.interface import SlurmUnreachable
 from gpuhub.slurm_client.job_control import find_lease_job
 from gpuhub.slurm_client.messages import explain_end

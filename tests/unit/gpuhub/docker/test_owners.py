@@ -10,7 +10,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, NotFound
 from gpuhub.config.settings import StorageSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker.container_lifecycle import inject_identity
+from gpuhub.docker.containers.container_lifecycle import inject_identity
 from gpuhub.docker.networks import ensure_user_network
 from tests.support.docker.simulated_nodes import build_cluster
 

@@ -17,8 +17,8 @@ from gpuhub.broker.admission import access
 from gpuhub.broker.ports import headers
 from gpuhub.common import job_keys
 from gpuhub.config.containers.services import GATEWAY_ADDRESS, ServiceSettings
-from gpuhub.docker.service_access import build_service_environment
-from gpuhub.docker.user_containers import WorkerSpec
+from gpuhub.docker.containers.service_access import build_service_environment
+from gpuhub.docker.containers.user_containers import WorkerSpec
 from tests.support.broker.in_process import JOB_SECRET, Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import wait_until
 from tests.support.hub.port_server import PortServer

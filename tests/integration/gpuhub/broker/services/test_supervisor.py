@@ -20,9 +20,9 @@ from gpuhub.broker.services.supervisor import ServiceSupervisor
 from gpuhub.broker_api.schemas.services import ServiceState
 from gpuhub.common import names
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import container_lifecycle
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.service_container import build_relay_command
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.services.service_container import build_relay_command
 from tests.support.broker.in_process import until
 from tests.support.clusters import build_cluster
 from tests.support.docker.own_daemon import TINY, OwnDaemon, own_daemon

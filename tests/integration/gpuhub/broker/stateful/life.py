@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from gpuhub.broker.db.store import Store
 from gpuhub.common import names
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.container_lifecycle import ensure_created
-from gpuhub.docker.user_containers import WorkerSpec
+from gpuhub.docker.containers.container_lifecycle import ensure_created
+from gpuhub.docker.containers.user_containers import WorkerSpec
 from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Killed
 from tests.integration.gpuhub.broker.stateful.virtual import VirtualLoop
 

@@ -20,7 +20,7 @@ from gpuhub.broker_api.schemas import (
 )
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
-from gpuhub.docker import container_lifecycle
+from gpuhub.docker.containers import container_lifecycle
 from gpuhub.domain.models import Identity
 from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Link

@@ -27,7 +27,7 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.user_containers import CourierSpec, WorkerSpec
+from gpuhub.docker.containers.user_containers import CourierSpec, WorkerSpec
 from gpuhub.domain import models
 from gpuhub.domain.models import Identity
 from tests.integration.gpuhub.broker.stateful.boxes import Box, BoxDaemons, Killed

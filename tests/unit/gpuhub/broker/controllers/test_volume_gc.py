@@ -17,8 +17,8 @@ from gpuhub.broker.controllers.volume_gc import (
 from gpuhub.common import names
 from gpuhub.config.settings import StorageSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker.container_lifecycle import find_used_volumes
-from gpuhub.docker.mounts import build_mounts
+from gpuhub.docker.containers.container_lifecycle import find_used_volumes
+from gpuhub.docker.containers.mounts import build_mounts
 from tests.support.broker.calls import ask
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.clocks import AheadClock

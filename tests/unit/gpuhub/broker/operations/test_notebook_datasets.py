@@ -11,7 +11,7 @@ import pytest
 
 from gpuhub.broker.files.dataset_stager import DatasetStager
 from gpuhub.config.settings import ProfileSettings, StorageSettings
-from gpuhub.docker.staging_container import StagingFailed
+from gpuhub.docker.containers.staging_container import StagingFailed
 from gpuhub.domain import reconcile
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import Setting, asgi_broker, until

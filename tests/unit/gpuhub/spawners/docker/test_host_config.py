@@ -6,7 +6,7 @@ import pytest
 from docker.types import Mount
 
 from gpuhub.common.errors import SettingsError
-from gpuhub.docker.container_spec import ContainerSpec
+from gpuhub.docker.containers.container_spec import ContainerSpec
 from gpuhub.spawners.docker.host_config import check_host_config, extend_spec
 
 HOME = Mount(target="/home/ada", source="/home/ada", type="bind")

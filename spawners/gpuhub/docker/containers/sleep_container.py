@@ -11,7 +11,7 @@ from typing import Literal
 
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.probe_container import run_probe
+from gpuhub.docker.containers.probe_container import run_probe
 
 _ACCEPTED = "gpuhub: accepted"
 #: Characters of a refusal that are shown.

@@ -21,11 +21,18 @@ from gpuhub.common.errors import GpuhubError, ImageMissing
 from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker import container_lifecycle, data_folder_script, networks, relay_script
+from gpuhub.docker import networks
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.container_spec import BASE_IMAGE
-from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.docker.security import ContainerLimits, build_gpu_environment, build_security_options, build_tmpfs
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.container_spec import BASE_IMAGE
+from gpuhub.docker.containers.firewall_container import ensure_firewall
+from gpuhub.docker.containers.security import (
+    ContainerLimits,
+    build_gpu_environment,
+    build_security_options,
+    build_tmpfs,
+)
+from gpuhub.docker.services import data_folder_script, relay_script
 
 #: Hash of everything that a container is made from; when it differs, both are replaced.
 LABEL_BUILD = "gpuhub.service-build"

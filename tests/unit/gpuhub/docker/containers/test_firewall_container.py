@@ -13,8 +13,8 @@ import requests
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, ImageMissing
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import firewall_container
 from gpuhub.docker.client import CallKind, DockerClients, translate_docker_error
+from gpuhub.docker.containers import firewall_container
 from tests.support.clusters import build_cluster
 
 T = TypeVar("T")

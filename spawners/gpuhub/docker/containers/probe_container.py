@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuhub.common.errors import NotFound
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.container_spec import BASE_IMAGE
+from gpuhub.docker.containers.container_spec import BASE_IMAGE
 
 #: The label of these containers, which belong to no lease: it differs from those of gpuhub's other containers.
 LABEL_DOCTOR = "gpuhub.doctor"

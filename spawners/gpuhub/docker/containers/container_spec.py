@@ -18,8 +18,8 @@ from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.head_address import build_broker_url
 from gpuhub.config.settings import ClusterSettings, NodeSettings, ProfileSettings
 from gpuhub.config.users.identity import UserIdentity
-from gpuhub.docker.mounts import MODELS, build_guest_home_mount, build_home_mount, build_mounts
-from gpuhub.docker.security import (
+from gpuhub.docker.containers.mounts import MODELS, build_guest_home_mount, build_home_mount, build_mounts
+from gpuhub.docker.containers.security import (
     NO_CORE_DUMPS,
     ContainerLimits,
     WorkerSize,
@@ -31,7 +31,7 @@ from gpuhub.docker.security import (
     build_tmpfs,
     refuse_gpu_variables,
 )
-from gpuhub.docker.service_access import build_service_environment
+from gpuhub.docker.containers.service_access import build_service_environment
 from gpuhub.tls import internal_certificates
 
 BASE_IMAGE = "gpuhub/base:latest"

@@ -13,14 +13,18 @@ from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
 from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.settings import ClusterSettings, StorageSettings
-from gpuhub.docker.container_spec import (
+from gpuhub.docker.containers.container_spec import (
     ContainerSpec,
     build_courier_spec,
     build_notebook_spec,
     build_worker_spec,
 )
-from gpuhub.docker.security import WorkerSize, build_device_requests
-from gpuhub.docker.service_access import build_service_environment, build_worker_environment, find_offered_services
+from gpuhub.docker.containers.security import WorkerSize, build_device_requests
+from gpuhub.docker.containers.service_access import (
+    build_service_environment,
+    build_worker_environment,
+    find_offered_services,
+)
 from tests.support.broker.factories import lease
 from tests.support.clusters import ADA, place, worker
 from tests.support.golden import check_golden

@@ -20,9 +20,9 @@ from docker.types import LogConfig, Mount
 
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound
-from gpuhub.docker import container_lifecycle
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.container_spec import BASE_IMAGE
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.container_spec import BASE_IMAGE
 from gpuhub.storage import staging_script
 
 #: Where a staging container has the copy.

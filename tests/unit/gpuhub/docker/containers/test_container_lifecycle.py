@@ -16,7 +16,7 @@ from gpuhub.common.errors import (
     StorageUnavailable,
 )
 from gpuhub.config.settings import StorageSettings
-from gpuhub.docker.container_lifecycle import (
+from gpuhub.docker.containers.container_lifecycle import (
     describe_mount_hang,
     ensure_created,
     explain_mount_failure,

@@ -25,9 +25,9 @@ from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.own_address import find_source_address
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.docker import container_lifecycle
 from gpuhub.docker.client import DockerClients, is_being_removed
-from gpuhub.docker.container_spec import BASE_IMAGE
+from gpuhub.docker.containers import container_lifecycle
+from gpuhub.docker.containers.container_spec import BASE_IMAGE
 from gpuhub.firewall import script
 from gpuhub.firewall.rules import FirewallPolicy, build_policy, format_removal, format_rules
 

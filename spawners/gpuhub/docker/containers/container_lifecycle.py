@@ -19,8 +19,8 @@ from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NotFound, St
 from gpuhub.config.settings import StorageSettings
 from gpuhub.config.users.identity import ARCHIVE_ROOT, UserIdentity, build_identity_archive
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.container_spec import ContainerSpec
-from gpuhub.docker.mounts import SCRATCH
+from gpuhub.docker.containers.container_spec import ContainerSpec
+from gpuhub.docker.containers.mounts import SCRATCH
 from gpuhub.tls.notebook_certificate import NotebookCertificate
 
 #: Labels that name a container's owner and the grant for which it was made.

@@ -14,11 +14,11 @@ from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
 from gpuhub.docker.client import CallKind, DockerClients
-from gpuhub.docker.container_lifecycle import ensure_created, inject_identity, translate_mount_errors
-from gpuhub.docker.container_spec import ContainerContext, build_courier_spec, build_worker_spec
-from gpuhub.docker.firewall_container import ensure_firewall
-from gpuhub.docker.security import WorkerSize
-from gpuhub.docker.service_access import build_worker_environment, issue_worker_certificate
+from gpuhub.docker.containers.container_lifecycle import ensure_created, inject_identity, translate_mount_errors
+from gpuhub.docker.containers.container_spec import ContainerContext, build_courier_spec, build_worker_spec
+from gpuhub.docker.containers.firewall_container import ensure_firewall
+from gpuhub.docker.containers.security import WorkerSize
+from gpuhub.docker.containers.service_access import build_worker_environment, issue_worker_certificate
 from gpuhub.storage.homes import prepare_user
 
 

@@ -1,0 +1,1 @@
+"""Containers on the nodes: their specs, confinement and lifecycle; users' containers, and those of gpuhub itself."""

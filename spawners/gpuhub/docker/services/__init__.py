@@ -1,0 +1,1 @@
+"""Services: the containers of their programs and relays, and the scripts that run there."""
