@@ -16,7 +16,7 @@ from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.networks import find_mtu
 from gpuhub.docker.swarm import membership
-from gpuhub.ops.doctor.node_queries import measure_mtu
+from gpuhub.ops.doctor.nodes.node_queries import measure_mtu
 from gpuhub.ops.provision import cluster_file
 from gpuhub_closet.topology import build_subnet
 from tests.support.closet.practice_closet import INSTANCE, Closet

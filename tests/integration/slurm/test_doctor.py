@@ -8,8 +8,8 @@ import pytest
 
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.doctor.findings import Finding, Severity
-from gpuhub.ops.doctor.slurm_checks import check_slurm
-from gpuhub.ops.doctor.slurm_queries import check_munge, read_slurm_facts
+from gpuhub.ops.doctor.slurm.slurm_checks import check_slurm
+from gpuhub.ops.doctor.slurm.slurm_queries import check_munge, read_slurm_facts
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.site import check_site
 from gpuhub_closet.slurm_config import SlurmPartitionConfig

@@ -20,7 +20,11 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker import esp_probe
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import (
+from gpuhub.ops.doctor.findings import Finding, failed, warning
+from gpuhub.ops.doctor.head_node import check_head, read_head_facts
+from gpuhub.ops.doctor.home_checks import HomeFacts, check_homes, read_home_facts
+from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
+from gpuhub.ops.doctor.nodes import (
     disk_checks,
     link_checks,
     network_checks,
@@ -29,13 +33,9 @@ from gpuhub.ops.doctor import (
     sleeping_nodes,
     storage_checks,
 )
-from gpuhub.ops.doctor.findings import Finding, failed, warning
-from gpuhub.ops.doctor.head_node import check_head, read_head_facts
-from gpuhub.ops.doctor.home_checks import HomeFacts, check_homes, read_home_facts
-from gpuhub.ops.doctor.node_checks import NodeEnvironment
-from gpuhub.ops.doctor.node_facts import DockerFacts, GpuReport, HostFacts
-from gpuhub.ops.doctor.room_checks import check_room
-from gpuhub.ops.doctor.room_temperature import PastReading, check_temperature
+from gpuhub.ops.doctor.nodes.node_checks import NodeEnvironment
+from gpuhub.ops.doctor.room.room_checks import check_room
+from gpuhub.ops.doctor.room.room_temperature import PastReading, check_temperature
 from gpuhub.ops.doctor.service_checks import check_services, read_services
 from gpuhub.ops.doctor.version_checks import (
     NodeVersions,

@@ -27,7 +27,7 @@ from gpuhub.ops.deploy.file_server import find_export_problems
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.doctor import version_checks
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
-from gpuhub.ops.doctor.node_queries import find_nfs_servers, is_listening
+from gpuhub.ops.doctor.nodes.node_queries import find_nfs_servers, is_listening
 from gpuhub.storage.probe import probe_server
 from gpuhub.tls.public_access import SERVER_FILE
 

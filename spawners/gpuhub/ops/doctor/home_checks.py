@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from gpuhub.common.errors import StorageUnavailable
 from gpuhub.config.settings import StorageSettings
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
-from gpuhub.ops.doctor.node_checks import CLOCK_ADVICE, SKEW_NOTED_S, describe_skew, find_skew
+from gpuhub.ops.doctor.nodes.node_checks import CLOCK_ADVICE, SKEW_NOTED_S, describe_skew, find_skew
 from gpuhub.storage.homes import BLOCKING_CALLS, find_home
 
 _MOUNTS = Path("/proc/self/mountinfo")

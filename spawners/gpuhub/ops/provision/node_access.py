@@ -28,8 +28,8 @@ from gpuhub.docker import ssh
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.ssh import HostKey, SshFiles, format_known_hosts, host_alias
 from gpuhub.ops.console import OperatorConsole
-from gpuhub.ops.doctor import node_queries
 from gpuhub.ops.doctor.node_facts import DockerFacts, GpuFacts, HostFacts
+from gpuhub.ops.doctor.nodes import node_queries
 from gpuhub.ops.provision.ssh_session import SshSession
 from gpuhub.tls.authority import (
     RENEW_BEFORE,

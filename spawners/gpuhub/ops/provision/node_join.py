@@ -22,10 +22,10 @@ from gpuhub.docker.ssh import ssh_files
 from gpuhub.docker.swarm import membership
 from gpuhub.firewall.rules import describe_rules
 from gpuhub.ops.console import OperatorConsole
-from gpuhub.ops.doctor import network_checks, node_checks, node_queries
 from gpuhub.ops.doctor.diagnosis import check_docker_facts
 from gpuhub.ops.doctor.findings import Finding, failed, format_findings, has_failed, ok
 from gpuhub.ops.doctor.node_facts import DockerFacts, HostFacts, parse_probe, read_probe_script
+from gpuhub.ops.doctor.nodes import network_checks, node_checks, node_queries
 from gpuhub.ops.provision import cluster_file, node_access
 from gpuhub.ops.provision.node_access import TlsSetupRequest, set_up_tls
 from gpuhub.ops.provision.ssh_session import (

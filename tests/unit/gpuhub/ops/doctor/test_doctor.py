@@ -16,11 +16,10 @@ import pytest
 from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.config.settings import ClusterSettings, StorageSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import disk_checks, head_node, node_checks, node_queries
+from gpuhub.ops.doctor import head_node
 from gpuhub.ops.doctor.diagnosis import add_gpu_report, check_node
 from gpuhub.ops.doctor.findings import Finding, Severity, build_json, format_findings, has_failed
 from gpuhub.ops.doctor.head_node import HeadFacts, check_head
-from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import (
     DiskFacts,
     DockerFacts,
@@ -30,6 +29,8 @@ from gpuhub.ops.doctor.node_facts import (
     build_script_arguments,
     parse_probe,
 )
+from gpuhub.ops.doctor.nodes import disk_checks, node_checks, node_queries
+from gpuhub.ops.doctor.nodes.node_checks import NodeEnvironment
 from tests.support.docker.simulated_nodes import build_cluster
 from tests.support.machine_probe import probe_this_machine
 
@@ -496,7 +497,7 @@ def test_secret_files_readable_by_others_are_reported(tmp_path: Path) -> None:
 
 
 def test_file_servers_are_read_from_the_settings() -> None:
-    from gpuhub.ops.doctor.node_queries import find_nfs_servers
+    from gpuhub.ops.doctor.nodes.node_queries import find_nfs_servers
 
     cluster: ClusterSettings = build_cluster().model_copy(
         update={

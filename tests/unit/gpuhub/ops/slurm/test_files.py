@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SettingsError
-from gpuhub.ops.doctor.slurm_checks import parse_config
+from gpuhub.ops.doctor.slurm.slurm_checks import parse_config
 from gpuhub.ops.slurm.files import (
     CGROUP_CONF,
     EPILOG,

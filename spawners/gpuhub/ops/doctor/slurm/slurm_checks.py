@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from gpuhub.config.settings import NodeSettings, SlurmSettings
 from gpuhub.ops.doctor import version_checks
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
-from gpuhub.ops.doctor.node_checks import MAX_SKEW_S, SKEW_NOTED_S
 from gpuhub.ops.doctor.node_facts import HostFacts
+from gpuhub.ops.doctor.nodes.node_checks import MAX_SKEW_S, SKEW_NOTED_S
 from gpuhub.slurm_client import models
 from gpuhub.slurm_client.models import SlurmSite
 

@@ -11,9 +11,9 @@ import pytest
 
 from gpuhub.common.errors import NodeUnreachable, NotFound
 from gpuhub.docker.client import DockerClients
-from gpuhub.ops.doctor import node_queries
 from gpuhub.ops.doctor.findings import Severity
-from gpuhub.ops.doctor.room_temperature import PastReading, check_temperature, find_rise, parse_agent_log
+from gpuhub.ops.doctor.nodes import node_queries
+from gpuhub.ops.doctor.room.room_temperature import PastReading, check_temperature, find_rise, parse_agent_log
 from tests.support.nvml.replay import IDLE, load
 
 #: What the GPU agent printed on a machine with two H200, idle at 33 and 30 °C with 79 W each.

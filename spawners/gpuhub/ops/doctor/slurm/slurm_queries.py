@@ -15,11 +15,11 @@ from gpuhub.common.errors import GpuhubError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings, SlurmSettings
 from gpuhub.config.users.identity import find_known_uids
-from gpuhub.ops.doctor import slurm_checks
 from gpuhub.ops.doctor.findings import Finding
-from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import HostFacts
-from gpuhub.ops.doctor.slurm_checks import SlurmFacts, parse_clock, parse_config, parse_slurmds
+from gpuhub.ops.doctor.nodes.node_checks import NodeEnvironment
+from gpuhub.ops.doctor.slurm import slurm_checks
+from gpuhub.ops.doctor.slurm.slurm_checks import SlurmFacts, parse_clock, parse_config, parse_slurmds
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.models import SlurmSite
 from gpuhub.slurm_client.programs import SlurmPrograms

@@ -12,11 +12,12 @@ import pytest
 
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, SlurmSettings
-from gpuhub.ops.doctor import diagnosis, slurm_queries
+from gpuhub.ops.doctor import diagnosis
 from gpuhub.ops.doctor.findings import Finding, Severity
 from gpuhub.ops.doctor.head_node import HeadFacts
 from gpuhub.ops.doctor.node_facts import GpuFacts, HostFacts, build_script_arguments, parse_probe, read_probe_script
-from gpuhub.ops.doctor.slurm_checks import (
+from gpuhub.ops.doctor.slurm import slurm_queries
+from gpuhub.ops.doctor.slurm.slurm_checks import (
     SlurmFacts,
     check_slurm,
     check_slurm_node,

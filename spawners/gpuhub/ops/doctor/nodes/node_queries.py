@@ -29,8 +29,6 @@ from gpuhub.docker.swarm.managers import ask_manager
 from gpuhub.nodes.agent import PERIOD_S
 from gpuhub.nodes.agent_container import parse_agent_line, read_last_line
 from gpuhub.nodes.status import STALE_S, AgentReading
-from gpuhub.ops.doctor import link_modes
-from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import (
     DockerFacts,
     GpuFacts,
@@ -42,7 +40,9 @@ from gpuhub.ops.doctor.node_facts import (
     parse_probe,
     read_probe_script,
 )
-from gpuhub.ops.doctor.room_temperature import WINDOW_S, WINDOWS, PastReading, parse_agent_log
+from gpuhub.ops.doctor.nodes import link_modes
+from gpuhub.ops.doctor.nodes.node_checks import NodeEnvironment
+from gpuhub.ops.doctor.room.room_temperature import WINDOW_S, WINDOWS, PastReading, parse_agent_log
 from gpuhub.storage.probe import NfsServer, find_servers
 
 _CONNECT_S = 1.0

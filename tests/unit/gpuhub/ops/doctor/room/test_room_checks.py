@@ -7,7 +7,7 @@ import pytest
 from gpuhub.config.settings import CircuitSettings, NodeSettings
 from gpuhub.ops.doctor.findings import Severity
 from gpuhub.ops.doctor.node_facts import GpuReport
-from gpuhub.ops.doctor.room_checks import NodePower, check_circuit, check_room, find_node_power
+from gpuhub.ops.doctor.room.room_checks import NodePower, check_circuit, check_room, find_node_power
 from tests.support.docker.simulated_nodes import build_cluster
 
 CIRCUIT = CircuitSettings(name="left", volts=120, amps=15, nodes=("rig1", "rig2", "rig3"))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from datetime import date, timedelta
 
 from gpuhub.ops.doctor.findings import Finding, ok, warning
-from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import HostFacts
+from gpuhub.ops.doctor.nodes.node_checks import NodeEnvironment
 
 #: Debian publishes security updates every week.
 MAX_IMAGE_AGE = timedelta(days=60)

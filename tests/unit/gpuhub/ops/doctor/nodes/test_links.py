@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import GpuhubError
-from gpuhub.ops.doctor import link_modes
 from gpuhub.ops.doctor.findings import Severity
-from gpuhub.ops.doctor.link_checks import check_data_link, check_link
 from gpuhub.ops.doctor.node_facts import LinkFacts, build_script_arguments, parse_probe
+from gpuhub.ops.doctor.nodes import link_modes
+from gpuhub.ops.doctor.nodes.link_checks import check_data_link, check_link
 from tests.support.machine_probe import probe_this_machine
 
 #: What Linux 6.18 answered for a virtio port without a speed, and for one end of a veth pair: four words a mask, no mode.

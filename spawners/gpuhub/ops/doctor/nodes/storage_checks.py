@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
-from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import HostFacts
+from gpuhub.ops.doctor.nodes.node_checks import NodeEnvironment
 
 
 def check_nfs_client(host: HostFacts, environment: NodeEnvironment) -> Iterator[Finding]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from gpuhub.docker.esp_probe import ENCRYPTION_ADVICE
 from gpuhub.docker.networks import compute_user_mtu, find_min_mtu
 from gpuhub.ops.doctor.findings import Finding, failed, ok, warning
-from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import DockerFacts, HostFacts
+from gpuhub.ops.doctor.nodes.node_checks import NodeEnvironment
 
 #: Prefixes of tunnels' interfaces; the kernel reports no kind for user-space WireGuard.
 _TUNNELS = {"wg": "WireGuard", "tailscale": "Tailscale", "utun": "a tunnel", "tun": "a tunnel"}

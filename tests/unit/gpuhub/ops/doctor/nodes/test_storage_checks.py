@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpuhub.ops.doctor.findings import Finding, Severity
-from gpuhub.ops.doctor.node_checks import NodeEnvironment
 from gpuhub.ops.doctor.node_facts import HostFacts
-from gpuhub.ops.doctor.storage_checks import check_nfs_client
+from gpuhub.ops.doctor.nodes.node_checks import NodeEnvironment
+from gpuhub.ops.doctor.nodes.storage_checks import check_nfs_client
 from tests.support.machine_probe import probe_this_machine
 
 AROUND = NodeEnvironment(head="192.168.1.20", nfs_servers=("192.168.1.20:2049",))

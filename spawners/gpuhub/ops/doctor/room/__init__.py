@@ -1,0 +1,1 @@
+"""Checks of the room that the nodes stand in: its electrical circuits, and its temperature."""
