@@ -26,11 +26,11 @@ from gpuhub.broker.api.dependencies import (
 )
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.metrics.exporter import MetricsExporter
-from gpuhub.broker.operations import slices
 from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.operations.recipes import RecipeOperations
+from gpuhub.broker.views import slices
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,

@@ -22,8 +22,8 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.metrics.gpu_metrics import collect_gpus
 from gpuhub.broker.metrics.ledger_metrics import LedgerCounters, collect_ledger
 from gpuhub.broker.metrics.node_metrics import collect_certificates, collect_disk, collect_nodes
-from gpuhub.broker.operations import slices, views
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views import slices, views
 
 
 class _Collected(Collector):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpuhub.backends.interface import SchedulingBackend
-from gpuhub.broker.operations.views import view_node
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker.views.views import view_node
 from gpuhub.broker_api.schemas import (
     CordonRequest,
     JobState,

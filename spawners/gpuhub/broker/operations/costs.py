@@ -10,8 +10,8 @@ from datetime import UTC, date, datetime, timedelta
 from gpuhub.backends.interface import AccountedHours, SchedulingBackend
 from gpuhub.broker import audit
 from gpuhub.broker.db.cost_store import CostSum
-from gpuhub.broker.operations import serializers
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views import serializers
 from gpuhub.broker_api.schemas import CostView, ReportDimension, ReportRow, ReportView
 from gpuhub.common.errors import InvalidRequest, NotAllowed
 from gpuhub.domain.costs import UsedAmounts

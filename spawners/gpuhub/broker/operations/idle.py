@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gpuhub.broker import audit
 from gpuhub.broker.admission import access
-from gpuhub.broker.operations import views
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker.views import views
 from gpuhub.broker_api.schemas import (
     ActivityAnswer,
     ActivityReport,

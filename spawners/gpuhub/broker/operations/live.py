@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from gpuhub.broker.admission import access
-from gpuhub.broker.operations import serializers, views
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views import serializers, views
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.broker_api.schemas.live import JobSummaryView, OwnView
 from gpuhub.common.errors import NotAllowed

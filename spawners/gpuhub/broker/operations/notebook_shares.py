@@ -8,9 +8,9 @@ from pathlib import PurePosixPath
 
 from gpuhub.broker import audit
 from gpuhub.broker.files.user_files import FileStream, UserFiles, check_relative_path
-from gpuhub.broker.operations import serializers
 from gpuhub.broker.operations.output_shares import UserDirectory, require_viewer
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views import serializers
 from gpuhub.broker_api.schemas import OutputShareView
 from gpuhub.broker_api.schemas.output_shares import NotebookShareRequest, SharedNotebookView
 from gpuhub.common.errors import NotAllowed, NotFound

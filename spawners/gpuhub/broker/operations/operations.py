@@ -14,14 +14,14 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.admission import access
 from gpuhub.broker.admission import extend as extensions
 from gpuhub.broker.admission.submit import AdmissionController
-from gpuhub.broker.operations import slices, views
 from gpuhub.broker.operations.admin import require_admin
-from gpuhub.broker.operations.explanations import PendingExplainer
 from gpuhub.broker.operations.long_polls import ReadVersion, wait_for_change
-from gpuhub.broker.operations.views import ClusterViewCache
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
+from gpuhub.broker.views import slices, views
+from gpuhub.broker.views.explanations import PendingExplainer
+from gpuhub.broker.views.views import ClusterViewCache
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,

@@ -11,9 +11,9 @@ from typing import Protocol
 from gpuhub.broker import audit
 from gpuhub.broker.admission import access
 from gpuhub.broker.files.user_files import FileStream, UserFiles
-from gpuhub.broker.operations import serializers
 from gpuhub.broker.operations.live import PERIOD_S
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views import serializers
 from gpuhub.broker_api.schemas import OutputShareView
 from gpuhub.broker_api.schemas.live import SharedJobView
 from gpuhub.common.errors import InvalidRequest, NotAllowed, NotFound

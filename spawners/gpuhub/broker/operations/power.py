@@ -6,8 +6,8 @@ from typing import Protocol
 
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.operations.admin import require_admin, require_node
-from gpuhub.broker.operations.views import view_node
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views.views import view_node
 from gpuhub.broker_api.schemas import NodeView, PowerRequest
 from gpuhub.common.errors import InvalidRequest
 from gpuhub.domain.models import Identity

@@ -5,8 +5,8 @@ from __future__ import annotations
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker import audit
 from gpuhub.broker.operations.admin import require_admin
-from gpuhub.broker.operations.serializers import build_user_limits
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views.serializers import build_user_limits
 from gpuhub.broker_api.schemas.limits import COUNTED_BY_SCHEDULER, UserLimitsRequest, UserLimitsView
 from gpuhub.common.errors import InvalidRequest, NotFound
 from gpuhub.domain.models import Identity

@@ -14,7 +14,7 @@ from gpuhub.backends.interface import ExternalUsage
 from gpuhub.backends.slurm.backend import build_capabilities
 from gpuhub.backends.slurm.external_jobs import build_partitions, build_usage, describe_job
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
-from gpuhub.broker.operations import cluster_view
+from gpuhub.broker.views import cluster_view
 from gpuhub.broker_api.schemas import ClusterView, GpuState, GpuView, LeaseState, NodeState, Purpose
 from gpuhub.domain.models import LeasedGpu, LeaseRow, ResourceRequest
 from gpuhub.nodes.inventory import GpuReading, Inventory, build_inventory

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.operations import views
+from gpuhub.broker.views import views
 from gpuhub.broker_api.schemas import CordonRequest, LeaseRequest
 from gpuhub.config.settings import UserSettings
 from gpuhub.domain.models import Identity

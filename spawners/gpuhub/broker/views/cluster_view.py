@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from gpuhub.backends.interface import ExternalJob, ExternalUsage
-from gpuhub.broker.operations import serializers
-from gpuhub.broker.operations.profile_sizes import find_profile_sizes
-from gpuhub.broker.operations.serializers import QueuePlace
+from gpuhub.broker.views import serializers
+from gpuhub.broker.views.profile_sizes import find_profile_sizes
+from gpuhub.broker.views.serializers import QueuePlace
 from gpuhub.broker_api.schemas import (
     Capabilities,
     ClusterView,

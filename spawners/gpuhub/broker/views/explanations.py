@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from weakref import WeakValueDictionary
 
-from gpuhub.broker.operations import serializers, slices
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views import serializers, slices
 from gpuhub.broker_api.schemas import PendingReasonView
 from gpuhub.common.errors import Conflict
 from gpuhub.domain.models import LeaseRow

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.operations.cluster_view import MAX_QUEUE_SHOWN
-from gpuhub.broker.operations.serializers import describe_request
+from gpuhub.broker.views.cluster_view import MAX_QUEUE_SHOWN
+from gpuhub.broker.views.serializers import describe_request
 from gpuhub.broker_api.schemas import Purpose
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.domain.models import LeaseRow, ResourceRequest

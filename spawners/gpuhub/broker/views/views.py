@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker import audit
 from gpuhub.broker.admission import limits
-from gpuhub.broker.operations import cluster_view, serializers
-from gpuhub.broker.operations.cluster_view import MAX_STARTS_SHOWN, ClusterViewInput
 from gpuhub.broker.state.broker_state import BrokerState
+from gpuhub.broker.views import cluster_view, serializers
+from gpuhub.broker.views.cluster_view import MAX_STARTS_SHOWN, ClusterViewInput
 from gpuhub.broker_api.schemas import (
     ClusterView,
     EventView,
