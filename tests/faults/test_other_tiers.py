@@ -51,9 +51,9 @@ def test_killed_rank() -> None:
 def test_new_boot_id_is_proof_of_release() -> None:
     """On simulated nodes a new boot id proves that everything from before has ended."""
     run_tests(
-        "tests/unit/gpuhub/broker/controllers/test_node_controller.py::test_machine_restart_proves_a_release",
-        "tests/unit/gpuhub/broker/controllers/test_node_controller.py::test_restart_before_container_creation_is_not_proof",
-        "tests/unit/gpuhub/broker/controllers/test_node_controller.py::test_another_daemon_does_not_prove_a_release",
+        "tests/unit/gpuhub/broker/controllers/nodes/test_node_controller.py::test_machine_restart_proves_a_release",
+        "tests/unit/gpuhub/broker/controllers/nodes/test_node_controller.py::test_restart_before_container_creation_is_not_proof",
+        "tests/unit/gpuhub/broker/controllers/nodes/test_node_controller.py::test_another_daemon_does_not_prove_a_release",
     )
 
 

@@ -48,14 +48,14 @@ from gpuhub.broker.controllers.cost_controller import CostController
 from gpuhub.broker.controllers.deadlines import DeadlineController, UnprovenLeases
 from gpuhub.broker.controllers.hub_client import HubClient, ServerApi
 from gpuhub.broker.controllers.idle_controller import IdleController
-from gpuhub.broker.controllers.node_controller import NodeController
-from gpuhub.broker.controllers.node_probe import EnsureFirewall, FirewallChecker
+from gpuhub.broker.controllers.nodes.node_controller import NodeController
+from gpuhub.broker.controllers.nodes.node_probe import EnsureFirewall, FirewallChecker
+from gpuhub.broker.controllers.nodes.power_controller import PowerController
+from gpuhub.broker.controllers.nodes.stopped_work import end_stopped_work
+from gpuhub.broker.controllers.nodes.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.notification_controller import NotificationController
-from gpuhub.broker.controllers.power_controller import PowerController
 from gpuhub.broker.controllers.server_restarter import ServerRestarter
-from gpuhub.broker.controllers.stopped_nodes import end_stopped_work
 from gpuhub.broker.controllers.suspension_controller import SuspensionController
-from gpuhub.broker.controllers.volume_gc import VolumeCollector
 from gpuhub.broker.controllers.worker_launcher import StartWorker, WorkerLauncher
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.files.backend_couriers import BackendCouriers

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers.volume_gc import Volume, parse_volumes
+from gpuhub.broker.controllers.nodes.volume_gc import Volume, parse_volumes
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, SetupError, StorageUnavailable

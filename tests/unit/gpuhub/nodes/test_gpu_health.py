@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuhub.broker.controllers.deadlines import find_overdue_proofs
-from gpuhub.broker.controllers.node_probe import ConditionReporter
+from gpuhub.broker.controllers.nodes.node_probe import ConditionReporter
 from gpuhub.broker.state.capacity import GpuLeaseFlags
 from gpuhub.broker_api.schemas import GpuState, LeaseState, NodeState
 from gpuhub.config.settings import NodeSettings, SchedulingSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuhub.broker.controllers.node_probe import parse_machine_size
+from gpuhub.broker.controllers.nodes.node_probe import parse_machine_size
 from gpuhub.nodes.machine_size import NotebookRoom, add_machine_size, find_notebook_room
 from gpuhub.nodes.status import MachineSize
 from gpuhub.scheduler.interface import NodeCapacity

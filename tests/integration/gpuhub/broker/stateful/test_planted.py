@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import node_controller
+from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.transaction import RowIndex

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import node_controller, suspension_controller
+from gpuhub.broker.controllers import suspension_controller
+from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.common import names
 from gpuhub.config.settings import SchedulingSettings
 from tests.support.broker.calls import ask, delete, post, read, wait_for_state

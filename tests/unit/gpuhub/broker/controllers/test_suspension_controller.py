@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import idle_controller, node_controller, suspension_controller
+from gpuhub.broker.controllers import idle_controller, suspension_controller
+from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.config.containers.idle import ProfileIdleSettings
 from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings
 from gpuhub.domain import lease_states

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import cost_controller, node_controller
+from gpuhub.broker.controllers import cost_controller
+from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.cost_meters import find_energy_part
 from gpuhub.common.errors import Unavailable

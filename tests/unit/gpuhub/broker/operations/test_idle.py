@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import idle_controller, node_controller, server_restarter
+from gpuhub.broker.controllers import idle_controller, server_restarter
+from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings
 from tests.support.broker.calls import ask, post, read, run_notebook
 from tests.support.broker.in_process import ACCESS, Running, Setting, asgi_broker, held_writes, until

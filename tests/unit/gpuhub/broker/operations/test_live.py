@@ -13,7 +13,7 @@ import httpx_sse
 import pytest
 
 from gpuhub.broker.api import streams
-from gpuhub.broker.controllers import node_controller
+from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.broker.operations import live
 from gpuhub.broker_api.errors import TooManyStreams
 from gpuhub.broker_api.schemas import ClusterView, LeaseState

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gpuhub.broker.admission import submit
-from gpuhub.broker.controllers import deadlines, node_controller, server_restarter
+from gpuhub.broker.controllers import deadlines, server_restarter
+from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.config.settings import JobSettings, ProfileSettings, SchedulingSettings, UserSettings
 from gpuhub.config.users.users import GroupSettings, LimitSettings
 from gpuhub.domain import reconcile

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import node_controller, power_controller
+from gpuhub.broker.controllers.nodes import node_controller, power_controller
 from gpuhub.common import names
 from gpuhub.config.machines.power import NodePowerSettings
 from gpuhub.config.settings import ClusterSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpuhub.broker.controllers.machine_conditions import MachineConditions, list_conditions
+from gpuhub.broker.controllers.nodes.machine_conditions import MachineConditions, list_conditions
 from gpuhub.broker_api.schemas import NodeState
 from gpuhub.nodes.gpu_health import NodeCondition
 from gpuhub.nodes.status import GpuReading, NodeStatus

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gpuhub.broker.controllers import node_probe
-from gpuhub.broker.controllers.node_probe import FirewallChecker
+from gpuhub.broker.controllers.nodes import node_probe
+from gpuhub.broker.controllers.nodes.node_probe import FirewallChecker
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
 from gpuhub.nodes.gpu_health import explain_node_unavailable
 from gpuhub.nodes.status import NodeStatus

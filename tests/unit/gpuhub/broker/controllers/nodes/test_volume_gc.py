@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import volume_gc as keeping
-from gpuhub.broker.controllers.volume_gc import (
+from gpuhub.broker.controllers.nodes import volume_gc as keeping
+from gpuhub.broker.controllers.nodes.volume_gc import (
     Volume,
     VolumeCollector,
     find_unneeded_volumes,

@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpuhub.broker.controllers.container_actions import ContainerActions, FetchFiles
 from gpuhub.broker.controllers.deadlines import UnprovenLeases
 from gpuhub.broker.controllers.loop import run_step
-from gpuhub.broker.controllers.machine_conditions import MachineConditions, list_conditions
-from gpuhub.broker.controllers.node_probe import (
+from gpuhub.broker.controllers.nodes.container_actions import ContainerActions, FetchFiles
+from gpuhub.broker.controllers.nodes.machine_conditions import MachineConditions, list_conditions
+from gpuhub.broker.controllers.nodes.node_probe import (
     ConditionReporter,
     FirewallChecker,
     NodeProbe,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import deadlines, node_controller, node_probe
+from gpuhub.broker.controllers import deadlines
+from gpuhub.broker.controllers.nodes import node_controller, node_probe
 from gpuhub.broker.state import mutations
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NodeSilent, NodeUnreachable

@@ -1,0 +1,1 @@
+"""Controllers of the nodes: probes, what runs there, power, and volumes."""
