@@ -20,25 +20,24 @@ from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
-from gpuhub.broker.api import (
+from gpuhub.broker.api import dependencies, problems
+from gpuhub.broker.api.auth import Authenticator, TokenChecker
+from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
+from gpuhub.broker.api.routes import (
     cost_routes,
-    dependencies,
     file_routes,
     idle_routes,
     limit_routes,
     live_routes,
     notification_routes,
+    port_routes,
     port_websockets,
-    ports,
     power_routes,
-    problems,
     routes,
-    services,
+    service_routes,
     share_routes,
     terminal,
 )
-from gpuhub.broker.api.auth import Authenticator, TokenChecker
-from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.server import build_server_config
 from gpuhub.broker.api.service_auth import ServiceAuthenticator
 from gpuhub.broker.audit import AuditLog, AuditMiddleware
@@ -296,18 +295,21 @@ def _add_routes(app: FastAPI, cluster: ClusterSettings, audit_log: AuditLog, exp
         power_routes.api,
         limit_routes.api,
         terminal.api,
-        ports.api,
-        ports.router,
+        port_routes.api,
+        port_routes.router,
         port_websockets.router,
-        services.api,
-        services.router,
+        service_routes.api,
+        service_routes.router,
     ):
         app.include_router(router, prefix=PREFIX)
-    addresses = tuple(services.build_path(service.name) for service in cluster.services)
+    addresses = tuple(service_routes.build_path(service.name) for service in cluster.services)
     for service in cluster.services:
-        app.include_router(services.build_router(service.name))
+        app.include_router(service_routes.build_router(service.name))
     # The last one is the outermost.
-    servers = (*(f"{PREFIX}{path}/" for path in (ports.PORTS, ports.VISITS, services.VISITS)), *addresses)
+    servers = (
+        *(f"{PREFIX}{path}/" for path in (port_routes.PORTS, port_routes.VISITS, service_routes.VISITS)),
+        *addresses,
+    )
     app.add_middleware(
         RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}), streamed_below=servers
     )

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
-from gpuhub.broker.api import file_routes, routes
+from gpuhub.broker.api.routes import file_routes, routes
 from gpuhub.broker.app import PREFIX
 from tests.support.broker.in_process import Setting, served_broker
 

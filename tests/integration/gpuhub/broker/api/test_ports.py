@@ -10,7 +10,8 @@ import httpx
 import pytest
 import websocket
 
-from gpuhub.broker.api import auth, ports, streams
+from gpuhub.broker.api import auth, streams
+from gpuhub.broker.api.routes import port_routes
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import connections
 from tests.support.broker.in_process import Running, Setting, served_broker
@@ -229,7 +230,7 @@ def test_waiting_page_tries_again(fresh: Running, server: PortServer) -> None:
     assert answer.json()["detail"] == "nothing listens on port 1 of the job yet"
     assert "Retry-After" in answer.headers
     page = fresh.send("GET", open_visit(fresh, closed), None, headers={"Sec-Fetch-Mode": "navigate"})
-    assert (page.status_code, page.headers["Refresh"]) == (503, str(ports._REFRESH_S))
+    assert (page.status_code, page.headers["Refresh"]) == (503, str(port_routes._REFRESH_S))
     fresh.send("DELETE", f"/api/v1/jobs/{job}")
     wait_until(lambda: fresh.send("GET", f"/ports/{job}/").status_code == 409, "the port ends with the job")
 
@@ -272,7 +273,9 @@ def test_connections_are_kept_and_then_closed(
 
 def test_one_visitor_cannot_take_all_places(running: Running, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the limit of requests at the same time, further ones are refused until one ends."""
-    monkeypatch.setattr(ports.access, "PORTS", ports.access.StreamKind(description="requests", per_owner=1, total=9))
+    monkeypatch.setattr(
+        port_routes.access, "PORTS", port_routes.access.StreamKind(description="requests", per_owner=1, total=9)
+    )
     url, header = f"{running.url}/ports/{job}/ticks", {"Authorization": "token ben"}
     with httpx.stream("GET", url, headers=header, trust_env=False, timeout=20) as first:
         assert first.status_code == 200

@@ -10,7 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 from gpuhub.broker import audit
-from gpuhub.broker.api import dependencies, ports, services
+from gpuhub.broker.api import dependencies
+from gpuhub.broker.api.routes import port_routes, service_routes
 from gpuhub.broker.app import PREFIX
 from gpuhub.broker.db.outbox import DestinationRow
 from gpuhub.broker.operations.notebook_shares import build_notebook_id
@@ -142,8 +143,8 @@ async def call(running: Running, route: str, caller: str, known: dict[str, str])
     method, path = route.split()[:2]
     token = None if caller == "nobody" else caller
     path = path.format(**known)
-    own = services.build_path(SERVICE)
-    path = path if path == own or path.startswith(ports.PORTS) else dependencies.API + path
+    own = service_routes.build_path(SERVICE)
+    path = path if path == own or path.startswith(port_routes.PORTS) else dependencies.API + path
     if method == "WEBSOCKET":
         return await open_socket(running, path, token), None, ""
     async with running.client(token) as client:
@@ -240,10 +241,11 @@ async def test_every_route_of_the_application_is_in_the_table(guarded: Setting) 
         there = {
             f"{method} {_name(path)}"
             for method, path in list_routes(app, PREFIX)
-            if not path.startswith((ports.VISITS, services.VISITS))
-            and path != services.build_path(SERVICE).rstrip("/")
+            if not path.startswith((port_routes.VISITS, service_routes.VISITS))
+            and path != service_routes.build_path(SERVICE).rstrip("/")
             and not (
-                path.startswith((ports.PORTS, services.build_path(SERVICE))) and method not in {"GET", "WEBSOCKET"}
+                path.startswith((port_routes.PORTS, service_routes.build_path(SERVICE)))
+                and method not in {"GET", "WEBSOCKET"}
             )
         }
     rows = {_name(row.split(" as ")[0].split(" with ")[0].split("?")[0]) for row in MATRIX}

@@ -15,7 +15,7 @@ import pytest
 import websocket
 
 from gpuhub.broker.api import auth, streams
-from gpuhub.broker.api.terminal import check_origin, parse_resize
+from gpuhub.broker.api.routes.terminal import check_origin, parse_resize
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.common.errors import NotAllowed
 from tests.support.broker.in_process import Running, Setting, served_broker

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from gpuhub.broker.api.dependencies import API, Caller, ResourceId, Watch, identify, refuse_unknown_query
-from gpuhub.broker.api.file_routes import MAX_TAIL_BYTES, Follow
-from gpuhub.broker.api.live_routes import MAX_STREAM_S, Duration, hold_stream, send_views
 from gpuhub.broker.api.problems import document_problems
+from gpuhub.broker.api.routes.file_routes import MAX_TAIL_BYTES, Follow
+from gpuhub.broker.api.routes.live_routes import MAX_STREAM_S, Duration, hold_stream, send_views
 from gpuhub.broker.api.streams import AccessWatch, FileStreamResponse
 from gpuhub.broker.operations.notebook_shares import NotebookShareOperations, SharedNotebook
 from gpuhub.broker.operations.output_shares import SharedJob, ShareOperations

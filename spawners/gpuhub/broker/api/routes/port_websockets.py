@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from gpuhub.broker.api import problems
-from gpuhub.broker.api.ports import PORTS, VISITS, PortTarget, find_port, find_visit
+from gpuhub.broker.api.routes.port_routes import PORTS, VISITS, PortTarget, find_port, find_visit
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import headers
 from gpuhub.broker.ports.connections import PortConnections

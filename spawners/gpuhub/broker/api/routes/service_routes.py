@@ -15,11 +15,11 @@ from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket
 
 from gpuhub.broker.admission import access
-from gpuhub.broker.api import ports
 from gpuhub.broker.api.dependencies import API, Caller, identify, refuse_unknown_query
-from gpuhub.broker.api.port_websockets import serve_websocket
-from gpuhub.broker.api.ports import METHODS, PortResponse, PortTarget
 from gpuhub.broker.api.problems import document_problems
+from gpuhub.broker.api.routes import port_routes
+from gpuhub.broker.api.routes.port_routes import METHODS, PortResponse, PortTarget
+from gpuhub.broker.api.routes.port_websockets import serve_websocket
 from gpuhub.broker.api.service_auth import ServiceAuthenticator
 from gpuhub.broker.operations.services import ServiceOperations
 from gpuhub.broker.ports.visits import Visits
@@ -84,18 +84,18 @@ async def serve_visit(request: Request, name: str, key: str) -> Response:
     """Forward a browser's request to a service."""
     # Not the key: the audit log has these.
     request.scope["path_params"] = {"service": name}
-    if (preflight := ports.answer_preflight(request)) is not None:
+    if (preflight := port_routes.answer_preflight(request)) is not None:
         return preflight
     try:
         return PortResponse(request, await _find_visit(request, name, key))
     except NotKnown:
-        if not ports.is_navigation(request):
+        if not port_routes.is_navigation(request):
             raise
-        return _redirect_to_hub(name, ports.split_target(request, parts=_VISIT_PARTS)[1])
+        return _redirect_to_hub(name, port_routes.split_target(request, parts=_VISIT_PARTS)[1])
     except (Conflict, Unavailable) as error:
-        if not ports.is_navigation(request):
+        if not port_routes.is_navigation(request):
             raise
-        return ports.build_waiting_page(error)
+        return port_routes.build_waiting_page(error)
 
 
 @router.websocket(f"{VISITS}/{{name}}/{{key}}/{{path:path}}")
@@ -119,8 +119,8 @@ def build_router(name: str) -> APIRouter:
     async def serve_service(request: Request) -> Response:
         """Forward a request with a token to the service; send a browser to the hub."""
         request.scope["path_params"] = {"service": name}
-        if "authorization" not in request.headers and ports.is_navigation(request):
-            return _redirect_to_hub(name, ports.split_target(request, parts=_SERVICE_PARTS)[1])
+        if "authorization" not in request.headers and port_routes.is_navigation(request):
+            return _redirect_to_hub(name, port_routes.split_target(request, parts=_SERVICE_PARTS)[1])
         return PortResponse(request, await _find_service(request, name))
 
     @own.get(build_path(name).rstrip("/"))
@@ -149,9 +149,9 @@ async def _find_visit(connection: HTTPConnection, name: str, key: str) -> PortTa
 
 async def _find_target(connection: HTTPConnection, name: str, authorization: str | None, *, parts: int) -> PortTarget:
     authenticator = cast("ServiceAuthenticator", connection.app.state.service_authenticator)
-    watch, caller = await ports.identify_visitor(connection, authorization, authenticator)
+    watch, caller = await port_routes.identify_visitor(connection, authorization, authenticator)
     server = _operations(connection).find_server(caller, name)
-    return ports.build_target(connection, server, caller, watch, parts=parts, kind=access.SERVICES)
+    return port_routes.build_target(connection, server, caller, watch, parts=parts, kind=access.SERVICES)
 
 
 def _operations(connection: HTTPConnection) -> ServiceOperations:

@@ -25,8 +25,8 @@ from gpuhub.broker.api import dependencies, problems
 from gpuhub.broker.api.auth import Authenticator, Identifier
 from gpuhub.broker.api.dependencies import API, ResourceId, identify
 from gpuhub.broker.api.problems import document_problems
+from gpuhub.broker.api.routes.terminal import find_running_worker
 from gpuhub.broker.api.streams import AccessWatch
-from gpuhub.broker.api.terminal import find_running_worker
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import headers, pages

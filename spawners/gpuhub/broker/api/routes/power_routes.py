@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request
 
 from gpuhub.broker.api.dependencies import API, Caller, identify, refuse_unknown_query
 from gpuhub.broker.api.problems import document_problems
-from gpuhub.broker.api.routes import Node
+from gpuhub.broker.api.routes.routes import Node
 from gpuhub.broker.operations.power import PowerOperations
 from gpuhub.broker_api.schemas import NodeView, PowerRequest
 
