@@ -89,7 +89,7 @@ def require_apptainer() -> None:
 
 
 def _ignore(_folder: str, names: list[str]) -> set[str]:
-    return {"test", "__pycache__", "idlelib", "ensurepip", "lib2to3"}.intersection(names)
+    return {"test", "idlelib", "ensurepip", "lib2to3"}.intersection(names)
 
 
 def _find_libraries(files: Iterable[Path]) -> set[Path]:

@@ -155,7 +155,9 @@ def build_environment(folder: Path, *further: str) -> Path:
     subprocess.run([uv, "venv", "-q", "--python", "/usr/bin/python3", str(folder / "env")], check=True)
     python = str(folder / "env" / "bin" / "python")
     wanted = ["jupyterhub", "jupyter_server", *further]
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, *locks, *wanted], check=True)
+    # Compiled now, because users may not write into it: each of their programs would compile all that it imports.
+    install = [uv, "pip", "install", "-q", "--compile-bytecode", "--python", python]
+    subprocess.run([*install, *locks, *wanted], check=True)
     return folder / "env" / "bin" / "jupyterhub-singleuser"
 
 
