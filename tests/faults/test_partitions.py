@@ -66,7 +66,6 @@ def test_node_is_partitioned_while_the_hub_restarts(testbed: FaultTestbed, figur
 
 
 @pytest.mark.case("P3")
-@pytest.mark.fast
 def test_stop_on_a_partitioned_node_and_start_on_another(testbed: FaultTestbed, figure: Figure) -> None:
     """The old GPU is quarantined until its node proves that the container is gone; the new one is on another node.
 
