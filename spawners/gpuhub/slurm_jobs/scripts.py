@@ -216,11 +216,6 @@ class CourierStepSpec:
     cpus: int
 
 
-def find_home(cluster: ClusterSettings, user: str) -> str:
-    """Return the path of a user's home on the machines."""
-    return cluster.storage.home.replace("{username}", user)
-
-
 def build_head_command(cluster: ClusterSettings, user: str, arguments: Sequence[str]) -> CourierCommand:
     """Build the command line of a courier on the head node, in the environment or image of the site's jobs."""
     runtime = _build_runtime(cluster, user, has_gpus=False)
@@ -319,7 +314,7 @@ def _build_runtime(
     Args:
         forwarded: Further variables of the script that its container gets.
     """
-    home = find_home(cluster, user)
+    home = cluster.storage.format_home(user)
     if cluster.slurm.runtime == "plain":
         folder = PurePosixPath(str(cluster.slurm.command)).parent
         return _JobRuntime(

@@ -144,7 +144,7 @@ def move_home_aside(storage: StorageSettings, name: str, uid: int) -> Path | Non
     location = find_home(storage, name)
     if location is None:
         raise SetupError(
-            f"the head node does not see the home {storage.home.replace('{username}', name)}: move it aside on the "
+            f"the head node does not see the home {storage.format_home(name)}: move it aside on the "
             "file server, then call the command with --home-moved"
         )
     try:

@@ -145,7 +145,7 @@ class UserPrograms:
             Unavailable, GpuhubError: The courier cannot be started, or the owner may run nothing.
         """
         submitter = await self._find_submitter(owner)
-        home = scripts.find_home(self._cluster, owner)
+        home = self._cluster.storage.format_home(owner)
         if not await asyncio.to_thread(_exists, home):
             raise Conflict(f"{home} is not on the head node: mount the homes there as on the nodes, for files and logs")
         if self._cluster.slurm.runtime == "apptainer" and find_account_name(submitter.uid) is None:

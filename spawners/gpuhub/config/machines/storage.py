@@ -97,6 +97,10 @@ class StorageSettings(SettingsTable):
             raise ValueError("nfs_options: with ro, homes could not be written; datasets are read-only without it")
         return self
 
+    def format_home(self, username: str) -> str:
+        """Return a user's home as `home` has it: a path on the nodes, or the address of a folder that they mount."""
+        return self.home.replace("{username}", username)
+
     def list_read_only(self) -> tuple[str, ...]:
         """Return the folders that all users read: datasets and models, as far as there are some."""
         return tuple(source for source in (self.datasets, self.models) if source is not None)

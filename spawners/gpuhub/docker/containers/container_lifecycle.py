@@ -319,7 +319,7 @@ def explain_mount_failure(text: str, node: str, storage: StorageSettings, owner:
 
 def describe_mount_hang(node: str, storage: StorageSettings, owner: str) -> str:
     """Return the text for a call that hangs in a mount while the daemon answers other calls."""
-    home = storage.home.replace("{username}", owner)
+    home = storage.format_home(owner)
     places = " or ".join((home, *storage.list_read_only()))
     return (
         f"Docker on node {node} answers, but cannot finish the container: most likely its storage hangs there, "
@@ -334,4 +334,4 @@ def _find_mount(text: str, storage: StorageSettings, owner: str) -> tuple[str, s
             return f"the {name}", source
     if "-scratch-" in text:
         return "the scratch", "a local volume"
-    return f"the home of {owner}", storage.home.replace("{username}", owner)
+    return f"the home of {owner}", storage.format_home(owner)

@@ -56,7 +56,7 @@ def build_staged_mount(dataset: str, volume: str) -> Mount:
 
 def build_home_mount(storage: StorageSettings, instance: str, identity: UserIdentity) -> Mount:
     """Build the mount of the home at `/home/<user>`."""
-    home = storage.home.replace("{username}", identity.name)
+    home = storage.format_home(identity.name)
     labels = _volume_labels(instance, identity.name, names.VOLUME_HOME)
     return _storage_mount(home, identity.home, storage, f"{instance}-home-{names.make_slug(identity.name)}", labels)
 
