@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import subprocess
 import time
@@ -107,7 +106,7 @@ def _add_command_facts(table: SlurmSettings, facts: SlurmFacts) -> SlurmFacts:
     programs = SlurmPrograms(table.commands, table.conf)
     missing = tuple(name for name in _COMMANDS if programs.find(name) is None)
     before = time.time()
-    config = _run(table, "scontrol", "show", "config") if "scontrol" not in missing else ""
+    config = _run(programs, "scontrol", "show", "config") if "scontrol" not in missing else ""
     after = time.time()
     slurmctld_time = parse_clock(config)
     facts = replace(
@@ -116,7 +115,7 @@ def _add_command_facts(table: SlurmSettings, facts: SlurmFacts) -> SlurmFacts:
         config=parse_config(config or _read_conf(table)),
         ahead_s=None if slurmctld_time is None else (before + after) / 2 - slurmctld_time,
         within_s=(after - before) / 2 + 1,
-        slurmds=parse_slurmds(_run(table, "sinfo", "-h", "-N", "-o", "%N %v")) if "sinfo" not in missing else {},
+        slurmds=parse_slurmds(_run(programs, "sinfo", "-h", "-N", "-o", "%N %v")) if "sinfo" not in missing else {},
     )
     return replace(facts, munge=check_munge(facts.munge_socket))
 
@@ -129,15 +128,12 @@ def _read_conf(table: SlurmSettings) -> str:
         return ""
 
 
-def _run(table: SlurmSettings, command: str, *arguments: str) -> str:
+def _run(programs: SlurmPrograms, command: str, *arguments: str) -> str:
     """Return the output of one of Slurm's commands; empty if it fails."""
-    environment = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
-    if table.conf is not None:
-        environment["SLURM_CONF"] = str(table.conf)
-    program = command if table.commands is None else str(table.commands / command)
+    environment = programs.environment | {"SLURM_TIME_FORMAT": "%s"}
     try:
         done = subprocess.run(
-            [program, *arguments], check=False, capture_output=True, text=True, timeout=_PATIENCE_S, env=environment
+            [command, *arguments], check=False, capture_output=True, text=True, timeout=_PATIENCE_S, env=environment
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
