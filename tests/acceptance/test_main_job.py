@@ -227,7 +227,8 @@ def test_every_gpu_is_free_at_the_end(ben: User):
 
 
 def run_all_cells(user: User) -> None:
-    """Run all cells through JupyterLab's menu."""
+    """Run all cells through JupyterLab's menu, which does nothing before the notebook's kernel is connected."""
+    user.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=60_000)
     user.page.click("text=Run >> nth=0")
     user.page.click("text=Run All Cells >> nth=0")
 
