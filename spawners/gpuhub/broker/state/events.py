@@ -115,6 +115,7 @@ class EventLog:
         """`save` blocks, and raises Unavailable if the events cannot be written."""
         self._save = save
         self._buffer: list[EventRow] = []
+        self._writing = asyncio.Lock()
         self._closing = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
 
@@ -125,15 +126,16 @@ class EventLog:
             self._writer = asyncio.ensure_future(self._write_later())
 
     async def flush(self) -> None:
-        """Write all events so far; events that cannot be written are kept."""
-        told, self._buffer = self._buffer, []
-        if not told:
-            return
-        try:
-            await asyncio.to_thread(self._save, told)
-        except Unavailable as error:
-            log.warning("%d events are written later: %s", len(told), error)
-            self._buffer = told + self._buffer
+        """Write all events so far, and wait for a call that is still writing; what cannot be written is kept."""
+        async with self._writing:
+            told, self._buffer = self._buffer, []
+            if not told:
+                return
+            try:
+                await asyncio.to_thread(self._save, told)
+            except Unavailable as error:
+                log.warning("%d events are written later: %s", len(told), error)
+                self._buffer = told + self._buffer
 
     async def close(self) -> None:
         """Write all events now, and end the log."""

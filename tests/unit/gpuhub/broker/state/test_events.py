@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from gpuhub.broker.state.events import EventLog, list_job_events, list_lease_events
 from gpuhub.broker_api.schemas import JobState, Purpose
@@ -100,6 +101,30 @@ async def test_events_wait_for_a_working_store() -> None:
     await log.flush()
     await log.close()
     assert written == [["first", "second"]]
+
+
+async def test_flush_waits_for_events_that_are_being_written() -> None:
+    """Who reads the events after it misses none."""
+    written: list[EventRow] = []
+    began, may_end = threading.Event(), threading.Event()
+
+    def save(rows: list[EventRow]) -> None:
+        began.set()
+        assert may_end.wait(30)
+        written.extend(rows)
+
+    log = EventLog(save)
+    log.add(EventRow(at=1.0, kind="a", text="first"))
+    writing = asyncio.ensure_future(log.flush())
+    await until(began.is_set, "the event is being written")
+    second = asyncio.ensure_future(log.flush())
+    await asyncio.wait([second], timeout=0.1)
+    assert not second.done()
+    may_end.set()
+    await second
+    assert [event.text for event in written] == ["first"]
+    await writing
+    await log.close()
 
 
 async def test_events_are_written_without_a_request() -> None:

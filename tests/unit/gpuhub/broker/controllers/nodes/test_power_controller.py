@@ -119,8 +119,7 @@ async def test_request_wakes_the_node_that_it_needs(sleepy: Setting) -> None:
         assert running.core.capacity.power["rig3"].state == "asleep"
         assert (await view_node(running, "rig2"))["power"]["usual_wake_s"] > 0
         assert await list_events(running, "node.down") == await list_events(running, "node.unreachable") == []
-        texts = await until(lambda: list_events(running, "power.waking"), "the event is written")
-        assert texts == ["node rig2 is woken for 1 waiting request"]
+        assert (await list_events(running, "power.waking")) == ["node rig2 is woken for 1 waiting request"]
 
 
 async def test_waiting_for_a_busy_gpu_wakes_one_node_only(sleepy: Setting) -> None:
