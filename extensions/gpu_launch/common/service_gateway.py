@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,28 +71,39 @@ def find_settings(env: Environment) -> GatewaySettings | None:
 def start_in_thread(env: Environment) -> threading.Thread | None:
     """Run this container's gateway in a thread until the process ends, if services are offered here.
 
-    A gateway that cannot listen is reported in the log: what else runs here does not depend on it.
+    It listens when this returns: who asks before the thread has loaded its modules waits for an answer, and is not
+    refused. A gateway that cannot listen is reported in the log: what else runs here does not depend on it.
     """
     settings = find_settings(env)
     if settings is None:
         return None
-    thread = threading.Thread(target=_run, args=(settings, env), name="services", daemon=True)
+    try:
+        listener = socket.create_server((settings.host, settings.port))
+    except OSError as error:
+        _report(error)
+        return None
+    thread = threading.Thread(target=_run, args=(settings, env, listener), name="services", daemon=True)
     thread.start()
     return thread
 
 
-def _run(settings: GatewaySettings, env: Environment) -> None:
+def _run(settings: GatewaySettings, env: Environment, listener: socket.socket) -> None:
     try:
-        asyncio.run(_serve_for_ever(settings, env))
+        with listener:
+            asyncio.run(_serve_for_ever(settings, env, listener))
     except (OSError, GpuLaunchError) as error:
-        log.warning("services cannot be reached from here: %s", error)
+        _report(error)
 
 
-async def _serve_for_ever(settings: GatewaySettings, env: Environment) -> None:
+def _report(error: Exception) -> None:
+    log.warning("services cannot be reached from here: %s", error)
+
+
+async def _serve_for_ever(settings: GatewaySettings, env: Environment, listener: socket.socket) -> None:
     tls = load_own_tls(env)
     gateway = ServiceGateway(settings, tls=tls)
     try:
-        await gateway.start()
+        await gateway.start(listener)
         await asyncio.Event().wait()
     finally:
         await gateway.close()
@@ -107,12 +119,8 @@ class ServiceGateway:
         self._session: Any = None
         self._runner: Any = None
 
-    async def start(self) -> None:
-        """Listen; `close` must follow, also after an error.
-
-        Raises:
-            OSError: The port is taken.
-        """
+    async def start(self, listener: socket.socket) -> None:
+        """Answer the connections of a socket that listens; `close` must follow, also after an error."""
         import aiohttp
         from aiohttp import web
 
@@ -128,7 +136,7 @@ class ServiceGateway:
         server = web.Server(self._handle)
         self._runner = web.ServerRunner(server)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._settings.host, self._settings.port).start()
+        await web.SockSite(self._runner, listener).start()
 
     async def close(self) -> None:
         """Close all connections."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 
 import aiohttp
 import pytest
@@ -12,7 +13,9 @@ from aiohttp import web
 from yarl import URL
 
 from gpu_launch import environment
+from gpu_launch.common import service_gateway
 from gpu_launch.common.service_gateway import GatewaySettings, ServiceGateway, find_settings, start_in_thread
+from gpu_launch.errors import GpuLaunchError
 
 WORKER = {
     "GPUHUB_BROKER_URL": "https://10.77.0.1:8010/services/broker",
@@ -36,15 +39,16 @@ async def run_gateway(handler):
     await runner.setup()
     if handler is not None:
         await web.TCPSite(runner, "127.0.0.1", broker).start()
+    listener = socket.create_server(("127.0.0.1", 0))
     settings = GatewaySettings(
         host="127.0.0.1",
-        port=find_port(),
+        port=listener.getsockname()[1],
         broker=f"http://127.0.0.1:{broker}",
         services=frozenset({"mlflow"}),
         authorization="Job j1.secret",
     )
     gateway = ServiceGateway(settings)
-    await gateway.start()
+    await gateway.start(listener)
     try:
         base = f"http://127.0.0.1:{settings.port}"
         async with aiohttp.ClientSession(base, auto_decompress=False) as client:
@@ -196,5 +200,23 @@ def test_a_taken_port_is_reported_and_stops_nothing(caplog):
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
         env = environment.read(WORKER | {"GPUHUB_SERVICES_ADDRESS": address})
-        start_in_thread(env).join(20)
+        assert start_in_thread(env) is None
     assert "services cannot be reached from here" in caplog.text
+
+
+def test_who_asks_before_the_gateway_is_ready_is_not_refused(monkeypatch, caplog):
+    """A launch asks MLflow at its start, when the gateway's thread may still load its modules."""
+    is_asked = threading.Event()
+
+    def load_late(_env):
+        assert is_asked.wait(20)
+        raise GpuLaunchError("no certificate")
+
+    monkeypatch.setattr(service_gateway, "load_own_tls", load_late)
+    port = find_port()
+    thread = start_in_thread(environment.read(WORKER | {"GPUHUB_SERVICES_ADDRESS": f"127.0.0.1:{port}"}))
+    with socket.create_connection(("127.0.0.1", port), 20):
+        is_asked.set()
+        thread.join(20)
+    assert not thread.is_alive()
+    assert "services cannot be reached from here: no certificate" in caplog.text

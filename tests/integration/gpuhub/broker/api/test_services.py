@@ -200,9 +200,9 @@ def test_a_jobs_key_opens_nothing_else(running: Running) -> None:
 
 async def test_programs_reach_a_service_through_the_gateway_of_their_container(running: Running) -> None:
     """With the variable alone: the gateway of gpu_launch adds the job's key, and large bodies arrive."""
-    with running_job(running, "ada") as (key, worker), socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    with running_job(running, "ada") as (key, worker), listener:
+        port = listener.getsockname()[1]
         environ = build_service_environment(worker.services) | {
             "GPUHUB_BROKER_URL": running.url,
             "GPUHUB_SERVICES_ADDRESS": f"127.0.0.1:{port}",
@@ -210,10 +210,9 @@ async def test_programs_reach_a_service_through_the_gateway_of_their_container(r
         }
         settings = service_gateway.find_settings(environment.read(environ))
         assert settings is not None
-        probe.close()
         gateway = service_gateway.ServiceGateway(settings)
         try:
-            await gateway.start()
+            await gateway.start(listener)
             url = environ["NOTES"].replace(GATEWAY_ADDRESS, f"127.0.0.1:{port}")
             async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
                 sent = await client.post(f"{url}/echo?a=%2F", content=b"x" * 2_000_000)
