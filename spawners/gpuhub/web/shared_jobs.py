@@ -10,6 +10,7 @@ from tornado import web
 
 from gpuhub.broker_api.schemas.live import SharedJobView
 from gpuhub.common.errors import GpuhubError
+from gpuhub.common.tasks import cancel_tasks
 from gpuhub.web.gpus_page.event_streams import MAX_STREAM_S, OUTPUT_TAIL_BYTES, EventStreamHandler, check_job_id
 from gpuhub.web.gpus_page.feeds import MAX_OUTPUTS
 from gpuhub.web.handlers import BrokerUserHandler
@@ -76,9 +77,7 @@ class SharedJobStreamHandler(EventStreamHandler):
                     if task.done():
                         task.result()
             finally:
-                for task in (state, output):
-                    task.cancel()
-                await asyncio.gather(state, output, return_exceptions=True)
+                await cancel_tasks((state, output))
 
     async def _send_state(self, broker: Any, job: str, has_started: asyncio.Event) -> None:
         while True:

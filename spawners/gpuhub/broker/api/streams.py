@@ -13,6 +13,7 @@ from gpuhub.broker.api.auth import Identifier
 from gpuhub.broker.files.user_files import FileStream
 from gpuhub.broker_api.errors import HubUnreachable, TooManyRequests
 from gpuhub.common.errors import NotAllowed
+from gpuhub.common.tasks import cancel_tasks
 from gpuhub.domain.models import Identity
 
 #: Between two checks of a stream's caller, seconds.
@@ -89,11 +90,8 @@ class FileStreamResponse(StreamingResponse):
             if sending.done():
                 await sending
             elif self._ends_in_order and has_begun:
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
+                await cancel_tasks((sending,))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            for task in (sending, refusal):
-                task.cancel()
-            await asyncio.gather(sending, refusal, return_exceptions=True)
+            await cancel_tasks((sending, refusal))
             await self._stream.close()

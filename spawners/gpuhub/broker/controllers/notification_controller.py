@@ -16,6 +16,7 @@ from gpuhub.broker.db.outbox import DueDelivery
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import NotificationKind
 from gpuhub.common.errors import GpuhubError
+from gpuhub.common.tasks import cancel_tasks
 from gpuhub.domain import lease_states, notifications
 from gpuhub.notifications.sender import OutgoingMessage, SendOrder, SendResult
 from gpuhub.notifications.url_cipher import UrlCipher
@@ -78,9 +79,7 @@ class NotificationController:
         if not tasks:
             return
         _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await cancel_tasks(late)
 
     async def check(self) -> None:
         """Report leases that end soon, and start to send what is due."""

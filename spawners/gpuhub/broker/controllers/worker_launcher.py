@@ -14,6 +14,7 @@ from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import JobState, WorkerState
 from gpuhub.common.errors import GpuhubError, NotFound
+from gpuhub.common.tasks import cancel_tasks
 from gpuhub.common.units import format_size
 from gpuhub.config.containers.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
 from gpuhub.config.containers.services import ServiceSettings
@@ -108,9 +109,7 @@ class WorkerLauncher:
         """Cancel running starts; containers that they created are found by label later."""
         if self._retry is not None:
             self._retry.cancel()
-        for task in list(self._starting.values()):
-            task.cancel()
-        await asyncio.gather(*self._starting.values(), return_exceptions=True)
+        await cancel_tasks(self._starting.values())
 
     async def _start(self, job: JobRow, lease: LeaseRow, pending: list[WorkerRow]) -> None:
         staged: Mapping[str, str] = {}

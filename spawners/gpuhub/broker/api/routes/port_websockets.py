@@ -19,6 +19,7 @@ from gpuhub.broker.ports import headers
 from gpuhub.broker.ports.connections import PortConnections
 from gpuhub.broker.ports.websocket_client import PortWebSocket
 from gpuhub.common.errors import GpuhubError, NotAllowed
+from gpuhub.common.tasks import wait_for_first
 
 #: The end of a visitor's access, and of the server's connection, as codes for the visitor.
 _REFUSED, _BROKEN = 1008, 1011
@@ -92,13 +93,7 @@ async def _connect(websocket: WebSocket, server: PortWebSocket, target: PortTarg
     from_visitor = asyncio.ensure_future(_pass_to_server(websocket, server))
     from_server = asyncio.ensure_future(_pass_to_visitor(websocket, server))
     refusal = asyncio.ensure_future(target.watch.wait_until_refused())
-    tasks = (from_visitor, from_server, refusal)
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    done = await wait_for_first(from_visitor, from_server, refusal)
     code = server.close_code
     with suppress(WebSocketDisconnect, RuntimeError):
         if refusal in done:

@@ -24,6 +24,7 @@ from gpuhub.broker.files.courier_client import CourierClient
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker_api.schemas import WorkerState
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NodeUnreachable, NotAllowed
+from gpuhub.common.tasks import wait_for_first
 from gpuhub.domain.models import JobRow, WorkerRow
 
 #: Exit code that is reported for a terminal that failed.
@@ -123,14 +124,7 @@ async def _serve(websocket: WebSocket, client: CourierClient, watch: AccessWatch
     input_task = asyncio.ensure_future(_pass_input(websocket, client))
     output_task = asyncio.ensure_future(_pass_output(websocket, client))
     refusal_task = asyncio.ensure_future(watch.wait_until_refused())
-    tasks = (input_task, output_task, refusal_task)
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if refusal_task in done:
+    if refusal_task in await wait_for_first(input_task, output_task, refusal_task):
         await _send_end(websocket, {"exit": BROKEN_EXIT_CODE, "error": refusal_task.result()})
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
+from gpuhub.common.tasks import cancel_tasks
 from gpuhub.docker.client import CallKind, DockerClients
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,7 @@ class ContainerActions:
 
     async def close(self) -> None:
         """Cancel running actions; the next run of the broker starts them again."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(self._tasks.values())
 
     def remove(self, node: str, container_id: str) -> bool:
         """Start to stop and remove a container; return whether this is the first attempt."""

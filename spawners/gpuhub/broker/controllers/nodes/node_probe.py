@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from gpuhub.broker_api.schemas import GpuState, NodeState
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
+from gpuhub.common.tasks import cancel_tasks
 from gpuhub.config.settings import SchedulingSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.domain.clock import Clock
@@ -77,10 +78,7 @@ class NodeProbe:
 
     async def close(self) -> None:
         """Cancel running readings."""
-        tasks = [cache.reading for cache in self._caches.values() if cache.reading is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(cache.reading for cache in self._caches.values() if cache.reading is not None)
 
     async def identify(self, nodes: Sequence[str]) -> None:
         """Query the ids of all daemons, so that they are compared before the first node is reconciled."""
@@ -275,10 +273,7 @@ class FirewallChecker:
 
     async def close(self) -> None:
         """Cancel running checks."""
-        tasks = [check.task for check in self._checks.values() if check.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(check.task for check in self._checks.values() if check.task is not None)
 
     async def check(self, record: NodeStatus) -> NodeStatus:
         """Return the record with the error of the node's firewall, if any, and the packets that it has refused.

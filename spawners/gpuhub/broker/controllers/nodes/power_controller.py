@@ -17,6 +17,7 @@ from gpuhub.broker.files.couriers import CourierPool
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError
+from gpuhub.common.tasks import cancel_tasks
 from gpuhub.common.units import format_span
 from gpuhub.config.machines.nodes import NodeSettings
 from gpuhub.config.machines.power import PowerSettings
@@ -79,10 +80,7 @@ class PowerController:
                 await self.step()
                 await asyncio.sleep(CHECK_PERIOD_S)
         finally:
-            tasks = list(self._tasks.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_tasks(self._tasks.values())
 
     async def step(self) -> None:
         """Follow every node once, then wake those that are needed."""
