@@ -312,6 +312,11 @@ def served_broker(setting: Setting, *, wait: bool = True, port: int = 0) -> Iter
     assert not thread.is_alive()
 
 
+async def list_event_texts(running: Running, kind: str) -> list[str]:
+    """Return the texts of all events of a kind."""
+    return [event.text for event in await running.core.read_events(None, 1000, None) if event.kind == kind]
+
+
 async def until(condition: Any, what: str, deadline_s: float = 30.0) -> Any:
     """Return the condition's value as soon as it is true; the condition may be async."""
     loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow
 from gpuhub.nodes.agent import DEVICES_LOST
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
-from tests.support.broker.in_process import Running, Setting, asgi_broker, until
+from tests.support.broker.in_process import Running, Setting, asgi_broker, list_event_texts, until
 from tests.support.docker.simulated_nodes import build_cluster
 
 GIB = 1024**3
@@ -38,11 +38,6 @@ def _short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 def _short_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon that hangs is soon given up."""
     monkeypatch.setattr(node_probe, "PROBE_TIMEOUT_S", 0.2)
-
-
-async def list_event_texts(running: Running, kind: str) -> list[str]:
-    """The texts of all events of a kind."""
-    return [event.text for event in await running.core.read_events(None, 1000, None) if event.kind == kind]
 
 
 async def wait_for_event(running: Running, kind: str) -> str:

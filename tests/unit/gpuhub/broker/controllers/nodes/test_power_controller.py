@@ -19,7 +19,7 @@ from gpuhub.config.machines.power import NodePowerSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.nodes.power_status import PowerState
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
-from tests.support.broker.in_process import Running, Setting, asgi_broker, until
+from tests.support.broker.in_process import Running, Setting, asgi_broker, list_event_texts, until
 from tests.support.docker.simulated_nodes import build_cluster, simulated_nodes
 from tests.support.docker.sleepy_nodes import build_switch, follow_switches
 
@@ -102,10 +102,6 @@ async def wait_for_power(running: Running, name: str, state: str) -> None:
     await until(lambda: running.core.capacity.power[name].state == state, f"the power of {name} is {state}")
 
 
-async def list_events(running: Running, kind: str) -> list[str]:
-    return [event.text for event in await running.core.read_events(None, 1000, None) if event.kind == kind]
-
-
 async def test_request_wakes_the_node_that_it_needs(sleepy: Setting) -> None:
     """Asleep it is no alarm; the request starts when it is up, and the time that took is known from then on."""
     async with sleepy_broker(sleepy) as running:
@@ -118,8 +114,8 @@ async def test_request_wakes_the_node_that_it_needs(sleepy: Setting) -> None:
         await wait_for_node(running, "rig2", "up")
         assert running.core.capacity.power["rig3"].state == "asleep"
         assert (await view_node(running, "rig2"))["power"]["usual_wake_s"] > 0
-        assert await list_events(running, "node.down") == await list_events(running, "node.unreachable") == []
-        assert (await list_events(running, "power.waking")) == ["node rig2 is woken for 1 waiting request"]
+        assert await list_event_texts(running, "node.down") == await list_event_texts(running, "node.unreachable") == []
+        assert (await list_event_texts(running, "power.waking")) == ["node rig2 is woken for 1 waiting request"]
 
 
 async def test_waiting_for_a_busy_gpu_wakes_one_node_only(sleepy: Setting) -> None:
@@ -179,9 +175,9 @@ async def test_node_that_does_not_come_up_is_reported_once(sleepy: Setting) -> N
         node = await wait_for_node(running, "rig2", "down")
         assert "did not come up within 1 s after it was woken; not tried again before" in node["message"]
         assert node["power"]["retry_at"] is not None
-        await until(lambda: list_events(running, "notified.node-down"), "its owner is told")
+        await until(lambda: list_event_texts(running, "notified.node-down"), "its owner is told")
         await asyncio.sleep(0.3)
-        assert len(await list_events(running, "power.waking")) == 1
+        assert len(await list_event_texts(running, "power.waking")) == 1
         sleepy.nodes["rig2"].is_reachable = True
         await wait_for_state(running, f"/leases/{lease['id']}", "granted")
         await wait_for_power(running, "rig2", "on")
@@ -272,10 +268,10 @@ async def test_refusal_of_the_machine_is_shown_and_not_repeated_at_once(sleepy: 
     """Such as that somebody is logged in there."""
     with_power(sleepy, idle=1, off=("/bin/sh", "-c", "echo User mia is logged in on tty2.; exit 1"))
     async with sleepy_broker(sleepy) as running:
-        texts = await until(lambda: list_events(running, "power.refused"), "it is refused")
+        texts = await until(lambda: list_event_texts(running, "power.refused"), "it is refused")
         assert "User mia is logged in on tty2." in texts[0]
         await asyncio.sleep(1.5)
-        assert len(await list_events(running, "power.stopping")) == len(SLEEPERS)
+        assert len(await list_event_texts(running, "power.stopping")) == len(SLEEPERS)
 
 
 async def test_sleep_survives_a_restart_of_the_broker(sleepy: Setting) -> None:
