@@ -24,16 +24,19 @@ from gpuhub.broker.api import dependencies, problems
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.routes import (
+    cluster_routes,
     cost_routes,
     file_routes,
     idle_routes,
+    job_routes,
+    lease_routes,
     limit_routes,
     live_routes,
+    node_routes,
     notification_routes,
     port_routes,
     port_websockets,
-    power_routes,
-    routes,
+    reservation_routes,
     service_routes,
     share_routes,
     terminal,
@@ -286,13 +289,20 @@ def _build_empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[N
 
 def _add_routes(app: FastAPI, cluster: ClusterSettings, audit_log: AuditLog, exporter: MetricsExporter) -> None:
     """Add the routes, what every request passes through, and what errors look like."""
-    routers = (routes.public, routes.metrics, routes.api, file_routes.api, idle_routes.api, cost_routes.api)
     for router in (
-        *routers,
+        cluster_routes.public,
+        cluster_routes.metrics,
+        cluster_routes.api,
+        lease_routes.api,
+        job_routes.api,
+        node_routes.api,
+        reservation_routes.api,
+        file_routes.api,
+        idle_routes.api,
+        cost_routes.api,
         live_routes.api,
         notification_routes.api,
         share_routes.api,
-        power_routes.api,
         limit_routes.api,
         terminal.api,
         port_routes.api,

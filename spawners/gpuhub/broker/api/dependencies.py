@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, cast
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import APIKeyHeader
+from pydantic import BaseModel
 
 from gpuhub.broker import audit
 from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.streams import AccessWatch
+from gpuhub.broker.operations.admin import AdminOperations
+from gpuhub.broker.operations.operations import BrokerOperations
+from gpuhub.broker.views import slices
 from gpuhub.broker_api.schemas import GroupName, UserName
 from gpuhub.domain.models import Identity
 
@@ -20,6 +25,8 @@ PREFIX = "/services/broker"
 API = "/api/v1"
 #: Largest integer of a database column, and of a file's size.
 MAX_INT = 2**63 - 1
+#: Maximum wait of a long poll, seconds.
+MAX_WAIT_S = 30.0
 
 header = APIKeyHeader(
     name="Authorization", auto_error=False, description="`token …` with a token of the hub", scheme_name="hub token"
@@ -53,8 +60,31 @@ async def refuse_unknown_query(request: Request) -> None:
         raise RequestValidationError([{"loc": ("query", unknown[0][:64]), "msg": text}])
 
 
+async def get_broker(request: Request) -> BrokerOperations:
+    """Return the app's operations; async, since FastAPI runs other dependencies in a thread."""
+    return cast("BrokerOperations", request.app.state.broker)
+
+
+async def get_admin(request: Request) -> AdminOperations:
+    """Return the operations for administrators."""
+    return cast("AdminOperations", request.app.state.admin)
+
+
+def create_router(tag: str) -> APIRouter:
+    """Return a router for routes of users with a token, which stand below `tag` in the API's documentation."""
+    return APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=[tag])
+
+
+async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response:
+    """Return views as JSON; FastAPI would check and convert all of them at once, which takes long for thousands."""
+    texts = await slices.collect(view.model_dump_json() for view in views)
+    return Response(f"[{','.join(texts)}]", status, media_type="application/json")
+
+
 Caller = Annotated[Identity, Depends(identify)]
 Watch = Annotated[AccessWatch, Depends(get_access_watch)]
+Broker = Annotated[BrokerOperations, Depends(get_broker)]
+Admin = Annotated[AdminOperations, Depends(get_admin)]
 ResourceId = Annotated[str, Path(max_length=64)]
 After = Annotated[int | None, Query(ge=0, le=MAX_INT, description="Only events after this `seq`")]
 Owner = Annotated[UserName | None, Query(description="Only those of this owner")]
@@ -62,3 +92,5 @@ OfGroups = Annotated[
     tuple[GroupName, ...],
     Query(max_length=64, description="As a user in these groups sees it; only for the hub's spawner"),
 ]
+WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Maximum wait for a change, seconds")]
+Version = Annotated[int | None, Query(ge=0, le=MAX_INT, description="Answer at once if the current version differs")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import date
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Depends, Query, Request
 
-from gpuhub.broker.api.dependencies import API, Caller, Owner, identify, refuse_unknown_query
+from gpuhub.broker.api.dependencies import Caller, Owner, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker_api.schemas import CostView, ReportDimension, ReportView
@@ -27,7 +27,7 @@ By = Annotated[ReportDimension, Query(description="What the rows are for")]
 Since = Annotated[date | None, Query(description="First day (UTC); default: four weeks before the last one")]
 Until = Annotated[date | None, Query(description="Last day (UTC); default: today")]
 
-api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["costs"])
+api = create_router("costs")
 
 
 @api.get("/costs", responses=document_problems(422))

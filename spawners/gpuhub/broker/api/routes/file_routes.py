@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 from starlette.requests import ClientDisconnect
 
-from gpuhub.broker.api.dependencies import API, MAX_INT, Caller, ResourceId, Watch, identify, refuse_unknown_query
+from gpuhub.broker.api.dependencies import MAX_INT, Caller, ResourceId, Watch, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.api.streams import FileStreamResponse
 from gpuhub.broker.files.user_files import UserFiles
@@ -32,7 +32,7 @@ Tail = Annotated[
 ]
 Follow = Annotated[bool, Query(description="Continue until the job has ended")]
 
-api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["files"])
+api = create_router("files")
 
 
 @api.put(

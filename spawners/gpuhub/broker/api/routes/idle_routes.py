@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 
-from gpuhub.broker.api.dependencies import API, Caller, ResourceId, identify, refuse_unknown_query
+from gpuhub.broker.api.dependencies import Caller, ResourceId, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.idle import IdleOperations
 from gpuhub.broker.state.broker_state import BrokerState
@@ -20,7 +20,7 @@ async def get_idle_operations(request: Request) -> IdleOperations:
 
 Operations = Annotated[IdleOperations, Depends(get_idle_operations)]
 
-api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["idle notebooks"])
+api = create_router("idle notebooks")
 
 
 @api.post("/leases/{lease_id}/activity", responses=document_problems(404, 413, 422))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import Depends, Path, Request, Response
 
-from gpuhub.broker.api.dependencies import API, Caller, identify, refuse_unknown_query
+from gpuhub.broker.api.dependencies import Caller, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.user_limits import LimitOperations
 from gpuhub.broker_api.schemas.limits import UserLimitsRequest, UserLimitsView
@@ -21,7 +21,7 @@ async def get_limit_operations(request: Request) -> LimitOperations:
 Operations = Annotated[LimitOperations, Depends(get_limit_operations)]
 User = Annotated[str, Path(pattern=f"^{names.USERNAME_PATTERN}$")]
 
-api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["users"])
+api = create_router("users")
 
 
 @api.get("/limits", responses=document_problems(422))

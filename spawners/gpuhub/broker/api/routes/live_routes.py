@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Depends, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from gpuhub.broker.api.dependencies import API, Caller, OfGroups, Watch, identify, refuse_unknown_query
+from gpuhub.broker.api.dependencies import Caller, OfGroups, Watch, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.operations.live import LiveViews
@@ -48,7 +48,7 @@ async def check_groups(caller: Caller, live: Live, group: OfGroups = ()) -> None
     live.check_groups(caller, group)
 
 
-api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["live views"])
+api = create_router("live views")
 
 
 @api.get(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 
-from gpuhub.broker.api.dependencies import API, After, Caller, ResourceId, identify, refuse_unknown_query
+from gpuhub.broker.api.dependencies import After, Caller, ResourceId, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker_api.schemas import DestinationChange, DestinationRequest, DestinationView, NotificationView
@@ -23,7 +23,7 @@ async def get_notification_operations(request: Request) -> NotificationOperation
 Operations = Annotated[NotificationOperations, Depends(get_notification_operations)]
 Limit = Annotated[int, Query(ge=1, le=MAX_NOTIFICATIONS, description="Maximum number of notifications")]
 
-api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["notifications"])
+api = create_router("notifications")
 
 
 @api.get("/notifications", responses=document_problems(422))

@@ -15,7 +15,7 @@ from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket
 
 from gpuhub.broker.admission import access
-from gpuhub.broker.api.dependencies import API, Caller, identify, refuse_unknown_query
+from gpuhub.broker.api.dependencies import API, Caller, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.api.routes import port_routes
 from gpuhub.broker.api.routes.port_routes import METHODS, PortResponse, PortTarget
@@ -47,7 +47,7 @@ async def get_operations(request: Request) -> ServiceOperations:
 
 Operations = Annotated[ServiceOperations, Depends(get_operations)]
 
-api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["services"])
+api = create_router("services")
 router = APIRouter(include_in_schema=False)
 
 

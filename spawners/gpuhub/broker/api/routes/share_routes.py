@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import Depends, Path, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from gpuhub.broker.api.dependencies import API, Caller, ResourceId, Watch, identify, refuse_unknown_query
+from gpuhub.broker.api.dependencies import Caller, ResourceId, Watch, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.api.routes.file_routes import MAX_TAIL_BYTES, Follow
 from gpuhub.broker.api.routes.live_routes import MAX_STREAM_S, Duration, hold_stream, send_views
@@ -31,7 +31,7 @@ Shares = Annotated[ShareOperations, Depends(get_share_operations)]
 Viewer = Annotated[UserName, Path(description="The user with whom the job is shared")]
 SharedTail = Annotated[int, Query(ge=0, le=MAX_TAIL_BYTES, description="Bytes from the end of the output so far")]
 
-api = APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=["output shares"])
+api = create_router("output shares")
 
 
 @api.get("/shares", responses=document_problems(422))

@@ -12,7 +12,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
-from gpuhub.broker.api.routes import file_routes, routes
+from gpuhub.broker.api.routes import (
+    cluster_routes,
+    file_routes,
+    job_routes,
+    lease_routes,
+    node_routes,
+    reservation_routes,
+)
 from gpuhub.broker.app import PREFIX
 from tests.support.broker.in_process import Setting, served_broker
 
@@ -61,9 +68,11 @@ def has_parts(route: Any) -> bool:
     return bool(route.dependant.path_params or route.dependant.query_params or route.dependant.body_params)
 
 
+MODULES = (lease_routes, job_routes, cluster_routes, node_routes, reservation_routes, file_routes)
 CASES = [
     (method, route.path, mode)
-    for route in (*routes.api.routes, *file_routes.api.routes)
+    for module in MODULES
+    for route in module.api.routes
     for method in sorted(route.methods)
     for mode in GenerationMode
     if mode is GenerationMode.POSITIVE or has_parts(route)
