@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
+import shlex
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+
+from gpu_launch.cli.main import cli as laptop_command
+from gpu_launch.errors import UsageError
+from gpu_launch.options import command, gpu_cell, rank_session
+from gpuhub.cli.main import cli as hub_command
+from tests.support.command_lines import parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("images/**/*.md")])
@@ -23,6 +33,22 @@ SOURCES = {
     "gpuhub.broker": "spawners/gpuhub/broker",
     "gpu_launch": "extensions/gpu_launch",
 }
+#: Pages with commands of today: neither those of the past, nor the reference, which is written from the commands.
+PAGES_WITH_COMMANDS = [
+    page for page in PAGES if page.name != "CHANGELOG.md" and not {"decisions", "reference"} & set(page.parts)
+]
+COMMANDS: dict[str, click.Command] = {"gpuhub": hub_command, "gpu-launch": laptop_command}
+MAGICS: dict[str, Callable[[str], object]] = {
+    "%gpu_launch": command.parse,
+    "%%gpu_launch": lambda line: command.parse(line, cell=True),
+    "%gpu_bench": command.parse_bench,
+    "%gpu": lambda line: gpu_cell.parse(line, cell=False),
+    "%%gpu": lambda line: gpu_cell.parse(line, cell=True),
+    "%gpu_ranks": lambda line: rank_session.parse(line, cell=False),
+    "%%gpu_ranks": lambda line: rank_session.parse(line, cell=True),
+}
+#: A choice or a part that is left out, and so no line to type.
+IS_PATTERN = re.compile(r"…| \| |\[[-a-zA-Z]|[{(]\w+\|")
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 
 
@@ -96,6 +122,31 @@ def test_make_targets_of_the_documentation_exist():
     }
     assert told <= targets
     assert {"up", "down", "test"} <= told
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_the_documentation_are_accepted(page: Path):
+    """Each line of `gpuhub` and `gpu-launch` in a block is a whole command; in a sentence, what it needs may be missing."""
+    text = page.read_text(encoding="utf-8")
+    refused = [message for line in list_block_lines(text) if (message := explain_refusal(line))]
+    sentences = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    refused += [message for line in sentences if (message := explain_refusal(line, may_lack=True))]
+    assert refused == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sudo gpuhub node drain rig1; sudo gpuhub node drian rig2", "No such command 'drian'"),
+        ("$ gpu-launch run --nodes 2 train.py  # on two nodes", "No such option '--nodes'"),
+        ("%gpu_launch --nodes 2 train.py", "--nodes"),
+        ("%%gpu --modell 5090", "--modell"),
+        ("%gpu_launch train.py  # on one node", "takes a comment for arguments"),
+    ],
+)
+def test_a_wrong_command_is_found(line: str, expected: str):
+    """Also behind a prompt or another command."""
+    assert expected in explain_refusal(line)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
@@ -177,3 +228,42 @@ def key_of_row(row: str) -> str:
     """Return what a table's row is about: its first cell, with the second one where code is only there."""
     cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
     return cells[0] if "`" in cells[0] or len(cells) < 2 else f"{cells[0]} {cells[1]}".strip()
+
+
+def list_block_lines(text: str) -> list[str]:
+    """Return the lines of a page's blocks of code; those that a backslash joins are one."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks += re.findall(r"^ {4}.*\n", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def explain_refusal(line: str, *, may_lack: bool = False) -> str:
+    """Return why a line is refused; nothing if it is accepted, or has no command of gpuhub's."""
+    for part in re.split(r"; |&& ", line):
+        found = re.match(r"\s*(?:[$!] ?)?(?:sudo )?(%{0,2}[\w-]+)(?: +(.*))?$", part)
+        if found is None or IS_PATTERN.search(part):
+            continue
+        name, rest = found[1], found[2] or ""
+        try:
+            if name in MAGICS and not may_lack:
+                if " # " in rest:
+                    return f"{part.strip()}: a magic takes a comment for arguments"
+                MAGICS[name](rest)
+            elif name in COMMANDS and rest:
+                parse(COMMANDS[name], cut_redirection(shlex.split(rest, comments=True)))
+        except click.exceptions.NoArgsIsHelpError:
+            if not may_lack:
+                return f"{part.strip()}: a command is missing"
+        except (click.MissingParameter, click.BadOptionUsage) as error:
+            if not may_lack:
+                return f"{part.strip()}: {error.format_message()}"
+        except (click.ClickException, UsageError) as error:
+            if may_lack and re.search(r"'[A-Z]+' is not", str(error)):
+                continue  # a word in capitals stands for a value
+            return f"{part.strip()}: {error}"
+    return ""
+
+
+def cut_redirection(words: list[str]) -> list[str]:
+    """Return the words up to a redirection or a pipe."""
+    return list(itertools.takewhile(lambda word: word not in {"|", ">", ">>", "2>"}, words))

@@ -9,8 +9,8 @@ import click
 import pytest
 
 from gpu_launch.cli import main
-from gpu_launch.cli.context import Context
 from gpu_launch.cli.main import cli
+from tests.support.command_lines import parse
 
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: Commands that pass another program's output on, or print text for a shell.
@@ -28,7 +28,7 @@ def test_commands_are_accepted(text: str) -> None:
     lines = [line for block in _BLOCK.findall(text) for line in block.splitlines()]
     assert len(lines) > 15
     for line in lines:
-        parse(shlex.split(line)[1:])
+        parse(cli, shlex.split(line)[1:])
 
 
 def test_front_matter_names_the_skill(text: str) -> None:
@@ -40,22 +40,6 @@ def test_front_matter_names_the_skill(text: str) -> None:
 
 def test_every_command_has_json() -> None:
     assert {name for name, command in list_commands(cli) if not has_json(command)} == _WITHOUT_JSON
-
-
-def parse(words: list[str]) -> None:
-    """Parse a command line, and nothing else.
-
-    Raises:
-        click.UsageError: The command line does not accept it.
-    """
-    command: click.Command = cli
-    context = cli.make_context("gpu-launch", list(words), obj=Context())
-    rest = list(words)
-    while isinstance(command, click.Group):
-        name = rest.pop(0)
-        assert name in command.commands, f"{name} is not a command of {command.name}"
-        command = command.commands[name]
-    command.make_context(command.name, rest, parent=context)
 
 
 def list_commands(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, click.Command]]:
