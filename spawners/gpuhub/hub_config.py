@@ -56,6 +56,7 @@ from gpuhub.web.shared_notebooks import (
 )
 from gpuhub.web.spawn_form import find_user_groups
 from gpuhub.web.static_files import STATIC, StaticFilesHandler
+from gpuhub.web.troubleshooting import TroubleshootingHandler
 from gpuhub.web.visits import JobPortHandler, ServiceHandler
 
 BROKER_SERVICE = "broker"
@@ -359,6 +360,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (SharedNotebookStateHandler.PATH, SharedNotebookStateHandler),
             (SharedNotebookFrameHandler.PATH, SharedNotebookFrameHandler),
             (ServiceHandler.PATH, ServiceHandler),
+            (TroubleshootingHandler.PATH, TroubleshootingHandler),
         )
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import json
 import re
@@ -18,7 +19,10 @@ from IPython.core.inputtransformer2 import TransformerManager
 from gpu_launch.cli.main import cli as laptop_command
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command, gpu_cell, rank_session
+from gpuhub.broker.api.problems import CODES
+from gpuhub.broker_api import errors as refusals
 from gpuhub.cli.main import cli as hub_command
+from gpuhub.common import errors
 from tests.support.command_lines import parse
 
 ROOT = Path(__file__).parents[2]
@@ -201,6 +205,21 @@ def test_page_of_the_course_has_every_lesson():
     page = (ROOT / "docs/learn.md").read_text(encoding="utf-8")
     assert [path.name[:3] for path in LESSONS] == [f"{number:02}-" for number in range(1, len(LESSONS) + 1)]
     assert [path.name for path in LESSONS if path.name not in page] == []
+
+
+def test_page_of_troubleshooting_has_every_error():
+    """Each code of a problem document is an anchor, and a heading with `…` is a message that the code has."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    kinds = [kind for module in (errors, refusals) for kind in vars(module).values() if inspect.isclass(kind)]
+    codes = {kind.code for kind in kinds if issubclass(kind, errors.GpuhubError)} | set(CODES)
+    anchors = re.findall(r'^<a id="([a-z-]+)"></a>\n### .* \(`([a-z-]+)`\)$', page, re.MULTILINE)
+    assert [anchor for anchor, code in anchors if anchor != code] == []
+    assert {anchor for anchor, _ in anchors} == codes
+    headings = re.findall(r"^### (.*?)(?: \(`[a-z-]+`\))?$", page, re.MULTILINE)
+    parts = [part for heading in headings if "…" in heading for part in re.split(r" ?… ?", heading) if len(part) > 3]
+    assert len(parts) > 20
+    sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("spawners/gpuhub/**/*.py")).lower()
+    assert [part for part in parts if part.lower() not in sources] == []
 
 
 def test_arithmetic_of_the_documentation_is_right():

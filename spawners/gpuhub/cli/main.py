@@ -25,7 +25,7 @@ from gpuhub.cli.services import service_group
 from gpuhub.cli.slurm import slurm_group
 from gpuhub.cli.users import user_group
 from gpuhub.cli.validation import validate
-from gpuhub.common.errors import BrokerUnreachable, GpuhubError
+from gpuhub.common.errors import BrokerUnreachable, GpuhubError, Unavailable
 from gpuhub.common.paths import Paths
 
 #: Between two polls for new events, seconds.
@@ -125,7 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             standalone_mode=False,
         )
     except GpuhubError as error:
-        _fail(f"gpuhub: {error}", FAILED)
+        # Other errors say what would be right.
+        more = f"\nMore: docs/troubleshooting.md#{error.code}" if isinstance(error, Unavailable) else ""
+        _fail(f"gpuhub: {error}{more}", FAILED)
     except (click.Abort, KeyboardInterrupt):
         _fail("gpuhub: interrupted", INTERRUPTED)
     except click.exceptions.NoArgsIsHelpError as error:

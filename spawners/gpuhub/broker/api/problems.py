@@ -23,6 +23,8 @@ from gpuhub.common import errors
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+#: The hub's page on errors; each code is an anchor of it.
+HELP_PAGE = "/hub/gpuhub/troubleshooting"
 _RETRY_AFTER_S = 5
 
 #: Code of a request that violates the schema: a mistake of the program, while `invalid-request` is one of the user.
@@ -76,7 +78,7 @@ def http_status(error: errors.GpuhubError) -> int:
 def build_problem(status: int, detail: str, code: str) -> Problem:
     """Return the problem document."""
     return Problem(
-        type=f"urn:gpuhub:problem:{code}",
+        type=f"{HELP_PAGE}#{code}",
         title=HTTPStatus(status).phrase,
         status=status,
         # It may contain text from the request: half of a surrogate pair is valid JSON, but not valid UTF-8.

@@ -271,3 +271,16 @@ def test_page_needs_no_inline_script_or_style(hub: SimulatedHub, ada: Page) -> N
     answer = httpx.get(f"{hub.url}{script}", trust_env=False)
     assert answer.headers["Content-Type"].startswith("text/javascript")
     assert "immutable" in answer.headers["Cache-Control"]
+
+
+def test_error_of_the_api_leads_to_its_explanation(hub: SimulatedHub, browser: Browser) -> None:
+    """Without a login, and in the dark."""
+    problem = hub.send("GET", "/jobs/unknown", status=404)
+    page = browser.new_page(color_scheme="dark")
+    page.goto(hub.url + problem["type"])
+    heading = page.get_by_role("heading", name="You have no … (not-found)")
+    expect(heading).to_be_in_viewport()
+    assert page.evaluate("[...document.styleSheets].every((sheet) => sheet.cssRules.length > 0)")
+    check_accessibility(page)
+    take_picture(page, "troubleshooting")
+    page.close()
