@@ -26,7 +26,7 @@ from apprise import AppriseAsset, PersistentStoreMode
 
 from gpuhub.common.errors import InvalidRequest
 from gpuhub.config.notifications import AllowedAddress, parse_allowed
-from gpuhub.notifications.addresses import explain_forbidden
+from gpuhub.notifications.addresses import Network, explain_forbidden, read_connected_networks
 from gpuhub.notifications.sender import SendOrder, SendResult
 from gpuhub.notifications.services import SERVICES, Service, check_parameters, check_url, escape
 
@@ -62,12 +62,14 @@ class Guard:
         #: None until `close`: connections are not possible at all before.
         self._allowed: tuple[AllowedAddress, ...] | None = ()
         self._checks_addresses = True
+        self._connected: tuple[Network, ...] = ()
         self._is_probing = False
         sys.addaudithook(self._check)
 
     def permit(self, allowed: tuple[AllowedAddress, ...] | None) -> None:
         """Set the permitted private addresses; None permits all."""
         self._allowed, self._checks_addresses = allowed, allowed is not None
+        self._connected = read_connected_networks()
 
     def _check(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._is_probing:
@@ -92,7 +94,7 @@ class Guard:
             self._refuse(f"{host} is not an address")
         if not self._checks_addresses:
             return
-        reason = explain_forbidden(plain, port, self._allowed or ())
+        reason = explain_forbidden(plain, port, self._allowed or (), self._connected)
         if reason is None and plain.is_global and self._is_own(sock.family, plain):
             reason = f"{host} is an address of the head node itself"
         if reason is not None:

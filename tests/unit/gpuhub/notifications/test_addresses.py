@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 import pytest
 
 from gpuhub.config.notifications import parse_allowed
-from gpuhub.notifications.addresses import explain_forbidden
+from gpuhub.notifications import addresses
+from gpuhub.notifications.addresses import explain_forbidden, read_connected_networks
 
 FORBIDDEN = [
     "127.0.0.1", "127.8.9.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.10", "169.254.169.254", "100.64.0.1",
@@ -27,6 +29,37 @@ def test_addresses_that_are_not_of_the_internet_are_forbidden(address: str) -> N
 def test_addresses_of_the_internet_are_permitted(address: str) -> None:
     """Nothing more is needed."""
     assert explain_forbidden(ipaddress.ip_address(address), 443, ()) is None
+
+
+def test_networks_of_the_head_node_are_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours may have addresses of the internet; the files are those of a machine with one network card."""
+    routes, routes6 = tmp_path / "route", tmp_path / "ipv6_route"
+    routes.write_text(
+        "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+        "eth0\t00000000\t01640E5D\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
+        "eth0\t00640E5D\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
+    )
+    zeros = "0" * 32
+    routes6.write_text(
+        f"2a020001000000000000000000000000 40 {zeros} 00 {zeros} 00000100 00000001 00000000 00000001     eth0\n"
+        f"{zeros} 00 {zeros} 00 fe800000000000000000000000000001 00000400 00000001 00000000 00000003     eth0\n"
+        f"{zeros} 00 {zeros} 00 {zeros} ffffffff 00000001 00000000 00200200       lo\n"
+    )
+    monkeypatch.setattr(addresses, "_ROUTES", routes)
+    monkeypatch.setattr(addresses, "_ROUTES6", routes6)
+    connected = read_connected_networks()
+    assert [str(network) for network in connected] == ["93.14.100.0/24", "2a02:1::/64"]
+    for address, is_permitted in {
+        "93.14.100.7": False,
+        "::ffff:93.14.100.7": False,
+        "2a02:1::7": False,
+        "93.14.101.7": True,
+        "2a02:1:0:1::7": True,
+    }.items():
+        reason = explain_forbidden(ipaddress.ip_address(address), 443, (), connected)
+        assert (reason is None) == is_permitted
+    allowed = [parse_allowed("93.14.100.7:443")]
+    assert explain_forbidden(ipaddress.ip_address("93.14.100.7"), 443, allowed, connected) is None
 
 
 @pytest.mark.parametrize(
