@@ -32,6 +32,8 @@ SILENCE_TIMEOUT_S = 120.0
 MAX_ATTEMPTS = 5
 #: Folders of a container's tar, its padding and its headers may add this to the files' own bytes, at most.
 _OVERHEAD = 64 * 1024**2
+#: Longest path of a job's folder, bytes.
+_MAX_PATH = 4096
 #: Parts of a transfer that wait for a slower receiver.
 _QUEUE = 16
 
@@ -119,11 +121,20 @@ class GuestFiles:
         run = _Part("run", f".gpu_launch/jobs/{job.run_id}")
         # The output first: it says how the job ended, also where its files are too many.
         await self._fetch_part(job, node, container, run)
+        await self._fetch_part(job, node, container, _Part("folder", await self._find_folder(job)))
+
+    async def _find_folder(self, job: JobRow) -> str:
+        """Return the job's folder below the home, as a program of its owner's says: its answer is not trusted."""
         async with self._couriers.connect(job.owner, ("job-folder", "--", job.run_id)) as client:
             text = bytearray()
             async for data in client.read_output(limit_s=SILENCE_TIMEOUT_S):
                 text += data
-        await self._fetch_part(job, node, container, _Part("folder", text.decode()))
+                if len(text) > _MAX_PATH:
+                    raise GpuhubError(f"the path of its folder has more than {_MAX_PATH} bytes")
+        try:
+            return text.decode()
+        except UnicodeDecodeError:
+            raise GpuhubError("the path of its folder is not valid UTF-8") from None
 
     async def _fetch_part(self, job: JobRow, node: str, container: str, part: _Part) -> None:
         limit = self._core.cluster.jobs.upload_limit
@@ -191,7 +202,10 @@ def _get_stream(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     """Put the parts of a folder's tar into the queue, in a thread."""
-    chunks, _ = client.get_archive(container, path)
+    try:
+        chunks, _ = client.get_archive(container, path)
+    except ValueError:
+        raise GpuhubError("Docker's description of the folder cannot be read") from None
     size = 0
     for chunk in chunks:
         size += len(chunk)
