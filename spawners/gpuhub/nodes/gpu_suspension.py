@@ -140,7 +140,8 @@ def list_container_pids(container: str) -> list[int]:
 def read_start(pid: int) -> str:
     """Return a process's number with its start, which differs if the number was used again; empty if it has ended."""
     with contextlib.suppress(OSError):
-        return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+        # The name of a program in it may be any bytes.
+        return f"{pid} {Path(f'/proc/{pid}/stat').read_text(errors='replace').rpartition(')')[2].split()[19]}"
     return ""
 
 
@@ -154,9 +155,16 @@ def maps_cuda(pid: int) -> bool:
 def read_name(pid: int) -> str:
     """Return a process for people, such as `python3 (4711)`."""
     try:
-        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({pid})"
+        return f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} ({pid})"
     except OSError:
         return f"process {pid}"
+
+
+def read_session(pid: int) -> int:
+    """Return the session of a process; its own number if it has ended, which no other one has."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return pid
 
 
 def read_available_mib() -> int:
@@ -235,7 +243,7 @@ class DeviceFile:
             self._enter(SHOW)
 
     def _is_hidden(self) -> bool:
-        lines = Path(f"/proc/{self._pid}/mountinfo").read_text().splitlines()
+        lines = Path(f"/proc/{self._pid}/mountinfo").read_text(errors="replace").splitlines()
         mounts = [line.split() for line in lines]
         return any(fields[4] == self.path and fields[3] == "/null" for fields in mounts)
 
@@ -299,7 +307,7 @@ def _check_fits(moved: Sequence[int], needed_mib: int, max_mib: int) -> None:
     if len(moved) > MAX_PROCESSES:
         refuse(f"{len(moved)} programs use its GPU; at most {MAX_PROCESSES} are suspended")
     # The driver moves memory that processes share by CUDA's handles, and cannot bring it back.
-    if len({os.getsid(pid) for pid in moved}) < len(moved):
+    if len({read_session(pid) for pid in moved}) < len(moved):
         refuse("several programs of one kernel or terminal use its GPU, and may share memory of it")
     if needed_mib > max_mib:
         refuse(f"it uses {needed_mib} MiB of GPU memory, and its container has room for {max_mib} MiB of it")

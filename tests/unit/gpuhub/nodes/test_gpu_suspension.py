@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,6 +250,23 @@ def test_the_process_table_of_this_machine_is_read() -> None:
     me = os.getpid()
     assert gpu_suspension.read_start(me).split()[0] == str(me)
     assert gpu_suspension.read_start(2**30) == ""
+    assert gpu_suspension.read_session(me) == os.getsid(me)
+    assert gpu_suspension.read_session(2**30) == 2**30
     assert gpu_suspension.read_available_mib() > 0
     assert not gpu_suspension.maps_cuda(me)
     assert json.dumps(gpu_suspension.list_container_pids("no-such-container")) == "[]"
+
+
+@pytest.mark.process
+def test_the_name_of_a_program_may_be_any_bytes() -> None:
+    """A process chooses its name: it must not keep a GPU from being suspended or given back."""
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) \\xff (b', 0, 0, 0); print(1, flush=True); input()"
+    command = [sys.executable, "-c", rename]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        pid = process.pid
+        start = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+        assert gpu_suspension.read_start(pid) == f"{pid} {start}"
+        assert gpu_suspension.read_name(pid) == f"a) \ufffd (b ({pid})"
+        process.communicate(b"\n")
