@@ -30,6 +30,8 @@ from gpuhub.spawners.notebook_lease import LeaseBroker
 
 #: Time between two attempts at a start, seconds. JupyterHub's own wait backs off to seconds, which delays the start.
 _ATTEMPT_PERIOD_S = 0.025
+#: The same after some time, seconds: what is not ready by then is slow, or answers wrongly on purpose.
+_LATER_PERIOD_S, _LATER_S = 1.0, 30.0
 #: Time between two checks whether a notebook still runs, seconds: at a start, and after a restart of the hub.
 _CHECK_PERIOD_S = 1.0
 RECOVERY_CHECK_PERIOD_S = 3.0
@@ -92,7 +94,8 @@ async def _poll(
 ) -> httpx.Headers:
     """Return the headers of the first answer that is expected; call `check_running` every `period_s` until then."""
     loop = asyncio.get_running_loop()
-    next_check = loop.time() + period_s
+    begun = loop.time()
+    next_check = begun + period_s
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncHTTPTransport(trust_env=False, verify=tls or True, limits=limits) as transport:
         while True:
@@ -102,7 +105,7 @@ async def _poll(
             if loop.time() > next_check:
                 await check_running()
                 next_check = loop.time() + period_s
-            await asyncio.sleep(_ATTEMPT_PERIOD_S)
+            await asyncio.sleep(_ATTEMPT_PERIOD_S if loop.time() - begun < _LATER_S else _LATER_PERIOD_S)
 
 
 async def _read_headers(transport: httpx.AsyncHTTPTransport, url: str) -> httpx.Headers | None:

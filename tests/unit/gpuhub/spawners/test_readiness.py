@@ -211,6 +211,15 @@ async def test_wait_ends_with_the_container(monkeypatch: pytest.MonkeyPatch) -> 
         await limited_server(url, has_ended).wait_up(timeout=86400, http=True)
 
 
+async def test_a_notebook_that_answers_wrongly_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start may wait for days, and each attempt costs the hub a connection."""
+    monkeypatch.setattr(readiness, "_LATER_S", 0.0)
+    with notebook(lambda: iter([b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"])) as (hostile, url):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(readiness.wait_until_ready(url, is_running), 2.5)
+        assert 1 <= len(hostile.requests) <= 3
+
+
 async def test_daemon_that_is_silent_for_a_while_does_not_end_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker tells nothing of a container while it connects it to a network; a container that has ended still counts."""
     monkeypatch.setattr(readiness, "_CHECK_PERIOD_S", 0.0)
