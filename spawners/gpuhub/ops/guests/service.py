@@ -54,6 +54,8 @@ _ANSWER_S = 1.0
 #: Interval in which guests get missing images, seconds.
 IMAGES_PERIOD_S = 900.0
 _RATE = RateLimit(burst=30, per_second=2)
+#: How often a guest is paused or lent again, each of which is an event.
+_CHANGES = RateLimit(burst=10, per_second=1 / 60, what="changes")
 _MTU_RANGE = range(1200, 9001)
 _WIREGUARD_KEY = re.compile(r"[A-Za-z0-9+/]{43}=")
 _HOST_KEY = re.compile(r"ssh-ed25519 ([A-Za-z0-9+/]{20,100}={0,2})")
@@ -118,6 +120,7 @@ class GuestService:
         self._interface, self._clock = interface, clock
         self._registry = GuestRegistry(paths)
         self._limiter = RateLimiter(_RATE)
+        self._changes = RateLimiter(_CHANGES)
         #: Names of those whose joining is answered, and not yet stored.
         self._joining: set[str] = set()
         #: Whether each guest is lent now, as it said last.
@@ -225,9 +228,17 @@ class GuestService:
         for guest in guests:
             available = self._available.get(guest.name)
             if available is not None and available == guest.is_paused:
-                await self._change_broker(guest.name, is_paused=not available)
+                await self._follow(guest.name, is_paused=not available)
             if available:
                 self._send_images(guest.name)
+
+    async def _follow(self, name: str, *, is_paused: bool) -> None:
+        """Pause or lend a guest as its owner wants; one that changes its mind too often waits for the last change."""
+        try:
+            self._changes.acquire(name)
+        except TooManyRequests:
+            return
+        await self._change_broker(name, is_paused=is_paused)
 
     async def _change_broker(self, name: str, *, is_paused: bool) -> None:
         """Let the broker pause the node or use it again; without an answer, it is tried again later."""

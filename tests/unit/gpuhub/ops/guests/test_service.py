@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuhub.common.errors import Conflict
+from gpuhub.common.paths import Paths
 from gpuhub.ops.guests.registry import choose_address
-from gpuhub.ops.guests.service import BadRequest, parse_available, parse_join
+from gpuhub.ops.guests.service import BadRequest, GuestService, parse_available, parse_join
+from tests.support.docker.simulated_nodes import build_cluster
 
 KEY = "A" * 43 + "="
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ"
@@ -59,3 +62,21 @@ def test_addresses_are_given_once() -> None:
     assert len(set(used)) == 5
     with pytest.raises(Conflict, match="no free address"):
         choose_address(network, used)
+
+
+async def test_a_guest_that_changes_its_mind_all_the_time_is_followed_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each change is an event and a line of the audit log, which others need."""
+    interface: Any = None
+    service = GuestService(Paths("ghtoggle"), tmp_path / "cluster.toml", build_cluster(), interface=interface)
+    followed: list[bool] = []
+
+    async def change_broker(name: str, *, is_paused: bool) -> None:
+        assert name == "mia"
+        followed.append(is_paused)
+
+    monkeypatch.setattr(service, "_change_broker", change_broker)
+    for number in range(1000):
+        await service._follow("mia", is_paused=number % 2 == 0)
+    assert followed == [True, False] * 5
