@@ -10,7 +10,7 @@ from typing import Any
 from tornado import web
 
 from gpuhub.broker_api.client import AsyncBrokerClient
-from gpuhub.broker_api.errors import NotKnown
+from gpuhub.broker_api.errors import NotKnown, TooManyRequests
 from gpuhub.broker_api.schemas import VisitView
 from gpuhub.common.errors import GpuhubError
 from gpuhub.web.handlers import BROKER_SCOPE, BrokerUserHandler, http_status
@@ -18,6 +18,8 @@ from gpuhub.web.handlers import BROKER_SCOPE, BrokerUserHandler, http_status
 #: Lifetime of a visit's token, and the age up to which further visits of the same session use it; seconds.
 TOKEN_S = 12 * 3600
 REUSE_S = 1800
+#: Most sessions of one user with such tokens: a browser may name any session.
+MAX_SESSIONS = 16
 TOKEN_NOTE = "visits to servers of jobs and services"  # noqa: S105 - a description
 _MAX_TARGET = 4096
 
@@ -31,11 +33,17 @@ class VisitTokens:
         self._tokens: dict[tuple[str, str], tuple[str, float]] = {}
 
     def get(self, user: Any, session: str) -> str:
-        """Return a token of the hub's `user` that reaches the broker and nothing else."""
+        """Return a token of the hub's `user` that reaches the broker and nothing else.
+
+        Raises:
+            TooManyRequests: The user has visits in too many sessions.
+        """
         now = self._clock()
         self._tokens = {key: entry for key, entry in self._tokens.items() if now - entry[1] < REUSE_S}
         key = (user.name, session)
         if key not in self._tokens:
+            if sum(name == user.name for name, _ in self._tokens) >= MAX_SESSIONS:
+                raise TooManyRequests(f"Visits in {MAX_SESSIONS} sessions are the limit. Try again in half an hour.")
             token = user.new_api_token(
                 note=TOKEN_NOTE, expires_in=TOKEN_S, scopes=[BROKER_SCOPE], session_id=session or None
             )
