@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import os
+import resource
 import signal
 import sys
 import threading
@@ -16,6 +17,8 @@ from typing import BinaryIO
 from gpu_launch.courier import files
 from gpu_launch.courier.protocol import BEGIN, END, ClientGone, CourierError, IncomingData, read_frame, write_report
 
+#: Memory in which an archive is unpacked, bytes: the names in its headers may be of any length.
+_UNPACK_MEMORY = 512 * 1024**2
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -62,6 +65,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if arguments.command == "serve":
         return _serve()
     os.umask(0o077)
+    if arguments.command in {"put", "put-results"}:
+        resource.setrlimit(resource.RLIMIT_DATA, (_UNPACK_MEMORY, _UNPACK_MEMORY))
     incoming = IncomingData()
     try:
         # Docker's client loses output that arrives together with the answer to its request, so the courier waits for
@@ -72,6 +77,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
         return 1
     except CourierError as error:
         return _report_error(arguments, incoming, error.code, str(error))
+    except MemoryError:
+        return _report_error(arguments, incoming, "invalid", "the archive takes too much memory: a header is too long")
     except OSError as error:
         return _report_error(
             arguments, incoming, "no-space" if error.errno in _FULL_ERRORS else "failed", _format_os_error(error)

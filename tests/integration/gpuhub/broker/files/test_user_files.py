@@ -113,6 +113,20 @@ def run_folder(setting: Setting) -> Path:
     return folder
 
 
+def test_an_archive_with_endless_names_takes_little_memory(setting: Setting, running: Running) -> None:
+    """Python's tarfile reads the whole name before anything of the member can be judged."""
+    name = tarfile.TarInfo("././@LongLink")
+    name.type, name.size = tarfile.GNUTYPE_LONGNAME, 1024**3
+    sent = io.BytesIO()
+    with gzip.open(sent, "wb") as packed:
+        packed.write(name.tobuf())
+        for _ in range(600):
+            packed.write(bytes(2**20))
+    answer = put(running, "work", sent.getvalue())
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
+    assert "a header is too long" in answer.json()["detail"]
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
