@@ -91,5 +91,10 @@ c.JupyterHub.template_vars = {
 c.JupyterHub.extra_handlers = hub_config.handlers()
 
 # Your own files, jupyterhub_config.d/*.py: docs/jupyterhub.md says what they may set.
-own_config.read(c, Path(__file__), hub_config.load_spawner_class())
+own_config.read(
+    c,
+    Path(__file__),
+    spawner=hub_config.load_spawner_class(),
+    authenticator=login.load_authenticator_class(cluster),
+)
 hub_config.check_service_names(c.JupyterHub.services)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from traitlets.utils.importstring import import_item
+
 from gpuhub.common import secrets
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
@@ -47,6 +49,12 @@ _MAX_SECRET_BYTES = 4096
 def find_authenticator_class(cluster: ClusterSettings) -> str:
     """Return the class's name for JupyterHub."""
     return _CLASSES[cluster.users.login]
+
+
+def load_authenticator_class(cluster: ClusterSettings) -> type[Any]:
+    """Return the class that logs users in."""
+    loaded: type[Any] = import_item(find_authenticator_class(cluster))
+    return loaded
 
 
 def build_authenticator_settings(cluster: ClusterSettings, paths: Paths, hub_url: str) -> dict[str, dict[str, Any]]:

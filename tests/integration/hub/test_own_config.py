@@ -59,6 +59,13 @@ def test_a_hub_with_a_setting_without_effect_does_not_start(hub: LoginHub) -> No
     assert f"{file}: c.DockerSpawner.mem_limit has no effect: set `memory` of a profile" in hub.log
 
 
+def test_a_hub_that_would_let_other_users_in_does_not_start(hub: LoginHub) -> None:
+    """cluster.toml alone decides."""
+    file = _write(hub, "20-users.py", "c.Authenticator.allow_all = True\n")
+    assert hub.run_hub().wait(60) != 0
+    assert f"{file}: c.Authenticator.allow_all is refused: set `allowed` and `allowed_groups` below [users]" in hub.log
+
+
 def test_a_hub_with_a_wrong_file_does_not_start(hub: LoginHub) -> None:
     """Its log ends with the file, the line and the error."""
     file = _write(hub, "30-typo.py", "\nc.JupyterHub.services.appendd({})\n")

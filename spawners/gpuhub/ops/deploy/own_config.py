@@ -11,6 +11,7 @@ from traitlets.config import LazyConfigValue
 
 from gpuhub.common.errors import SettingsError
 from gpuhub.docker.containers.security import refuse_gpu_variables
+from gpuhub.login import traits as login_traits
 from gpuhub.spawners import traits
 from gpuhub.spawners.docker.host_config import check_host_config
 
@@ -35,14 +36,15 @@ def check_syntax(hub_config: Path) -> None:
         _compile(file)
 
 
-def read(config: Any, hub_config: Path, spawner: type[Any]) -> None:
-    """Run each file on JupyterHub's configuration, and check what it sets for notebooks.
+def read(config: Any, hub_config: Path, *, spawner: type[Any], authenticator: type[Any]) -> None:
+    """Run each file on JupyterHub's configuration, and check what it sets for notebooks and logins.
 
     Services, roles, scopes, handlers, templates and variables of gpuhub stay, also where a file replaces the list.
 
     Args:
         config: The configuration as jupyterhub_config.py has it.
         spawner: The class that starts notebooks.
+        authenticator: The class that logs users in.
 
     Raises:
         SettingsError: A file fails, or sets what has no effect; the text names it.
@@ -51,17 +53,18 @@ def read(config: Any, hub_config: Path, spawner: type[Any]) -> None:
     lists = {name: list(hub[name]) for name in _LISTS if name in hub}
     tables = {name: dict(hub[name]) for name in _TABLES if name in hub}
     environment = dict(config.Spawner.get("environment", {}))
-    spawner_class = hub.spawner_class
+    classes = {name: hub[name] for name in ("spawner_class", "authenticator_class")}
     for file in list_files(hub_config):
         before = {section: {name: _copy(value) for name, value in values.items()} for section, values in config.items()}
         _run(file, config)
         changed = _list_changes(before, config)
-        _check(file, changed, spawner, own_variables=environment)
-        if hub.spawner_class != spawner_class and not _is_ours(hub.spawner_class, spawner):
-            raise SettingsError(
-                f"{file}: c.JupyterHub.spawner_class must be {spawner.__name__} or a subclass of it, because GPUs come "
-                "from leases alone"
-            )
+        if hub.spawner_class != classes["spawner_class"]:
+            _check_class(file, "spawner_class", hub.spawner_class, spawner, "GPUs come from leases alone")
+        if hub.authenticator_class != classes["authenticator_class"]:
+            reason = "[users] in cluster.toml decides who may log in"
+            _check_class(file, "authenticator_class", hub.authenticator_class, authenticator, reason)
+        mistakes = login_traits.list_mistakes(authenticator, changed, config)
+        _check(file, changed, spawner, own_variables=environment, mistakes=mistakes)
     for name, entries in lists.items():
         hub[name] = _restore(name, entries, list(hub[name]))
     for name, table in tables.items():
@@ -90,7 +93,7 @@ def _run(file: Path, config: Any) -> None:
 
 def _copy(value: Any) -> Any:
     """Return a value that stays as it is when a file changes the original."""
-    return dict(value) if type(value) is dict else value
+    return value.copy() if type(value) in (dict, set, list) else value
 
 
 def _list_changes(before: Mapping[str, Mapping[str, Any]], config: Any) -> dict[str, dict[str, Any]]:
@@ -104,9 +107,14 @@ def _list_changes(before: Mapping[str, Mapping[str, Any]], config: Any) -> dict[
 
 
 def _check(
-    file: Path, changes: Mapping[str, Mapping[str, Any]], spawner: type[Any], *, own_variables: Collection[str]
+    file: Path,
+    changes: Mapping[str, Mapping[str, Any]],
+    spawner: type[Any],
+    *,
+    own_variables: Collection[str],
+    mistakes: Iterable[str],
 ) -> None:
-    mistakes = list(traits.list_mistakes(spawner, changes))
+    mistakes = [*mistakes, *traits.list_mistakes(spawner, changes)]
     for section, values in changes.items():
         try:
             variables = _read_dict(values.get("environment")).keys() - own_variables
@@ -129,8 +137,9 @@ def _read_dict(value: object) -> dict[str, Any]:
     return dict(value) if isinstance(value, dict) else {}
 
 
-def _is_ours(value: object, spawner: type[Any]) -> bool:
-    return isinstance(value, type) and issubclass(value, spawner)
+def _check_class(file: Path, name: str, value: object, own: type[Any], reason: str) -> None:
+    if not (isinstance(value, type) and issubclass(value, own)):
+        raise SettingsError(f"{file}: c.JupyterHub.{name} must be {own.__name__} or a subclass of it, because {reason}")
 
 
 def _restore(name: str, own: Iterable[Any], current: list[Any]) -> list[Any]:

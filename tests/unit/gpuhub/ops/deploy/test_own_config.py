@@ -10,6 +10,7 @@ import pytest
 from traitlets.config import Config
 
 from gpuhub.common.errors import SettingsError
+from gpuhub.login.oauth import GitHubAuthenticator
 from gpuhub.ops.deploy import own_config
 from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 from gpuhub.spawners.slurm.spawner import GpuSlurmSpawner
@@ -20,6 +21,10 @@ def config() -> Config:
     """The part of gpuhub's own configuration that its files may change."""
     config = Config()
     config.JupyterHub.spawner_class = "gpuhub-docker"
+    config.JupyterHub.authenticator_class = "gpuhub.login.oauth.GitHubAuthenticator"
+    config.Authenticator.allowed_users = {"ada"}
+    config.Authenticator.enable_auth_state = False
+    config.GitHubAuthenticator.scope = ["read:org"]
     config.JupyterHub.services = [{"name": "broker", "url": "http://127.0.0.1:8010"}]
     config.JupyterHub.load_roles = [{"name": "user", "scopes": ["self", "custom:broker"]}]
     config.JupyterHub.extra_handlers = [("/gpus", object, {})]
@@ -43,7 +48,7 @@ def _write(hub_config: Path, text: str, name: str = "own.py") -> Path:
 
 
 def _read(config: Config, hub_config: Path, spawner: type[Any] = GpuDockerSpawner) -> None:
-    own_config.read(config, hub_config, spawner)
+    own_config.read(config, hub_config, spawner=spawner, authenticator=GitHubAuthenticator)
 
 
 def test_files_are_read_in_the_order_of_their_names(config: Config, hub_config: Path) -> None:
@@ -71,6 +76,7 @@ def test_without_a_folder_nothing_changes(config: Config, tmp_path: Path) -> Non
         ("c.JupyterHub.x = (", "line 1: '(' was never closed"),
         ("c.JupyterHub.services = [{'name': 'broker'}]", "'broker' is gpuhub's own"),
         ("c.JupyterHub.spawner_class = 'docker'", "spawner_class must be GpuDockerSpawner"),
+        ("c.JupyterHub.authenticator_class = 'dummy'", "authenticator_class must be GitHubAuthenticator or a subclass"),
     ],
 )
 def test_an_error_names_the_file(config: Config, hub_config: Path, text: str, message: str) -> None:
@@ -160,6 +166,57 @@ def test_settings_of_batchspawner_are_refused_with_slurm(
     _write(hub_config, text)
     with pytest.raises(SettingsError, match=re.escape(message)):
         _read(config, hub_config, GpuSlurmSpawner)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "c.Authenticator.allow_all = True",
+            "c.Authenticator.allow_all is refused: set `allowed` and `allowed_groups`",
+        ),
+        ("c.Authenticator.admin_users = {'ada'}", "c.Authenticator.admin_users is refused: set `admins` and"),
+        ("c.Authenticator.allowed_users.add('eve')", "c.Authenticator.allowed_users is refused: set `allowed`"),
+        ("c.Authenticator.allowed_users |= {'eve'}", "c.Authenticator.allowed_users is refused: set `allowed`"),
+        ("c.JupyterHub.admin_users = {'ada'}", "c.JupyterHub.admin_users is refused: set `admins`"),
+        ("c.OAuthenticator.admin_groups = {'lab'}", "c.OAuthenticator.admin_groups is refused: set `admins`"),
+        (
+            "c.GitHubOAuthenticator.allowed_organizations = {'lab'}",
+            "c.GitHubOAuthenticator.allowed_organizations is refused: set `allowed` and `allowed_groups` below [users]",
+        ),
+        (
+            "c.GitHubOAuthenticator.scope = ['user', 'read:org']",
+            "c.GitHubOAuthenticator.scope has no effect, because c.GitHubAuthenticator.scope has a value: set that one",
+        ),
+        (
+            "c.GoogleOAuthenticator.scope = []",
+            "c.GoogleOAuthenticator has no effect: GitHubAuthenticator logs users in",
+        ),
+    ],
+)
+def test_settings_that_cluster_toml_decides_about_are_refused(
+    config: Config, hub_config: Path, text: str, message: str
+) -> None:
+    """The sentence names the setting, and the key of cluster.toml."""
+    _write(hub_config, text)
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        _read(config, hub_config)
+
+
+def test_settings_of_logins_with_effect_are_accepted(config: Config, hub_config: Path) -> None:
+    """Hooks, the provider's further rights, and a class that does more than gpuhub's."""
+    _write(
+        hub_config,
+        "c.Authenticator.enable_auth_state = True\n"
+        "c.Authenticator.post_auth_hook = lambda authenticator, handler, model: model\n"
+        "c.GitHubOAuthenticator.github_url = 'https://github.lan'\n"
+        "c.GitHubAuthenticator.scope = ['read:org', 'user:email']\n"
+        "class Mine(__import__('gpuhub.login.oauth', fromlist=['x']).GitHubAuthenticator): pass\n"
+        "c.JupyterHub.authenticator_class = Mine\n",
+    )
+    _read(config, hub_config)
+    assert config.Authenticator.enable_auth_state
+    assert config.Authenticator.allowed_users == {"ada"}
 
 
 def test_settings_with_effect_are_accepted(config: Config, hub_config: Path) -> None:
