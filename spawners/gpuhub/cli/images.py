@@ -171,7 +171,7 @@ def collect_garbage(*, paths: Paths, cluster_file: Path, yes: bool) -> None:
     """Remove gpuhub's images that nothing needs from the nodes.
 
     Those are older versions, and families that no profile offers. Images that a container uses or that a profile names
-    stay, and images that gpuhub did not build.
+    stay, and so do pinned images, and images that gpuhub did not build.
     """
     from gpuhub.ops.images import inventory
 

@@ -22,7 +22,8 @@ from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, ProgressT
 
 #: In the folder of the images: when `gpuhub up --refresh` was last done.
 _REFRESH_FILE = "refreshed"
-#: Of an image's id, in its pinned tag.
+#: First letters of the tags that `pin` gives, and digits of an image's id in them.
+PINNED = "pinned-"
 _ID_DIGITS = 12
 
 
@@ -121,7 +122,7 @@ async def pin(daemons: DockerClients, cluster: ClusterSettings, name: str, progr
     builder = choose_builder(cluster)
     image = await _require_image(daemons, builder, name)
     repository = with_tag(name.partition("@")[0]).rpartition(":")[0]
-    tag = f"pinned-{image['Id'].removeprefix('sha256:')[:_ID_DIGITS]}"
+    tag = f"{PINNED}{image['Id'].removeprefix('sha256:')[:_ID_DIGITS]}"
     await daemons.call(builder, "tag", name, repository, tag)
     await send_foreign_images(daemons, [f"{repository}:{tag}"], builder, progress)
     return f"{repository}:{tag}"

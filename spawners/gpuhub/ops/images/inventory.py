@@ -15,7 +15,7 @@ from gpuhub.common.errors import GpuhubError
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.ops.images.build_plan import BASE, PARENTS
-from gpuhub.ops.images.distribution import choose_builder, list_families, with_tag
+from gpuhub.ops.images.distribution import PINNED, choose_builder, list_families, with_tag
 
 #: All images that gpuhub builds.
 OWN_IMAGES = frozenset({BASE, *PARENTS})
@@ -87,8 +87,8 @@ def _repository(name: str) -> str:
 def find_unused(images: Sequence[NodeImage], cluster: ClusterSettings) -> list[NodeImage]:
     """Return the images of gpuhub that nothing needs, by node: older versions, and families that no profile offers.
 
-    Images that a container uses, and those that a profile names, are needed. On the node that builds, the images below
-    the current ones are needed too: the next build starts from them.
+    Images that a container uses, those that a profile names, and pinned ones are needed. On the node that builds, the
+    images below the current ones are needed too: the next build starts from them.
     """
     builder, offered = choose_builder(cluster), list_offered(cluster)
     current = {BASE, *list_families(cluster)}
@@ -98,6 +98,7 @@ def find_unused(images: Sequence[NodeImage], cluster: ClusterSettings) -> list[N
         for image in images
         if not image.containers
         and not offered.intersection(image.names)
+        and not any(name.rpartition(":")[2].startswith(PINNED) for name in image.names)
         and not any(
             name == f"{needed}:latest"
             for needed in (current | below if image.node == builder else current)

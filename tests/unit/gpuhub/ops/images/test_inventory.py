@@ -101,6 +101,7 @@ async def test_images_are_read_with_what_uses_them() -> None:
         (_image("gpuhub/notebook:new", "gpuhub/notebook:latest"), (), False),
         (_image("gpuhub/notebook:old"), (), True),
         (_image("gpuhub/notebook:old", containers=1), (), False),
+        (_image("gpuhub/notebook:old", "gpuhub/notebook:pinned-0123456789ab"), (), False),
         (_image("gpuhub/notebook:old"), ("gpuhub/notebook:old",), False),
         (_image("gpuhub/base:latest", node="rig2"), (), False),
         (_image("gpuhub/torch:latest"), (), False),
