@@ -1,7 +1,8 @@
 """`gpuhub doctor --bundle`: what a bug report needs in one archive, without secrets.
 
 Secrets that gpuhub knows are replaced wherever they appear, and so is text that looks like one: logs should have none,
-but an archive that leaves the machine must not depend on that.
+but an archive that leaves the machine must not depend on that. Of cluster.toml, neither comments nor values that may be
+secrets are in the archive.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import platform
 import re
 import tarfile
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+import tomlkit
 
 from gpuhub.broker.db.engine import READ_ONLY, build_engine, find_revision
 from gpuhub.common.errors import SetupError
@@ -32,21 +35,31 @@ MAX_LOG_BYTES = 2 << 20
 MAX_LOGS_BYTES = 20 << 20
 #: What replaces a secret.
 REMOVED = "[removed]"
-#: Shorter text is not searched for: it would be found in words.
-_LEAST_SECRET = 8
+#: Shorter secrets are replaced where they stand alone, and still shorter ones nowhere: they would be found in words.
+_LONG_SECRET, _LEAST_SECRET = 8, 4
+#: Keys of cluster.toml with lists of NAME=VALUE, and with commands, whose arguments may be secrets.
+_VARIABLES, _COMMANDS = frozenset({"environment", "variables"}), frozenset({"command", "on", "off"})
+#: Parts of names whose values are secrets, and keys of cluster.toml with such a name and another value.
+_SENSITIVE_NAME = (
+    r"(?:secret|password|passwd|passphrase|token|cookie|credential|_xsrf|api-?key|[_-](?:key|pass|pwd)|\b(?:pass|pwd))"
+)
+_NO_SECRETS = r"longest_token|rest_key"
 _LOOKS_SECRET = (
     # Keys and certificates.
     (re.compile(r"-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.DOTALL), REMOVED),
     # Headers, URLs and settings: `Authorization: token …`, `?code=…`, `client_secret = "…"`, `https://user:password@`.
+    (re.compile(r"(?i)\b((?:set-)?cookie|authorization)(\s*:\s*)[^\s\"'][^\r\n\"']*"), rf"\1\2{REMOVED}"),
     (re.compile(r"(?i)\b(bearer|token|basic)(\s+)[A-Za-z0-9+/=._~-]{16,}"), rf"\1\2{REMOVED}"),
     (
         re.compile(
-            r"(?i)([\w.-]*(?:secret|password|passwd|token|cookie|_xsrf)[\"']?\s*[=:]\s*[\"']?)(?!/)[^\s\"'&,;]{8,}"
+            rf"(?i)(?<![\w.-])((?!{_NO_SECRETS})[\w.-]*{_SENSITIVE_NAME}[\w.-]*(?<!_file)\\?[\"']?\s*[=:]\s*)"
+            r"(?:(\\?[\"']).*?\2|[^\s\"'&]+)"
         ),
-        rf"\1{REMOVED}",
+        rf"\1\2{REMOVED}\2",
     ),
     (re.compile(r"([?&](?:code|state)=)[^&\s]+"), rf"\1{REMOVED}"),
-    (re.compile(r"(://[^/\s:@]+:)[^/\s@]+@"), rf"\1{REMOVED}@"),
+    (re.compile(r"(://[^/\s:@]*:)[^/\s]+@"), rf"\1{REMOVED}@"),
+    (re.compile(r"(https?://)[^/\s:@]+@"), rf"\1{REMOVED}@"),
 )
 
 
@@ -83,11 +96,25 @@ def write_bundle(
 
 
 def find_secrets(cluster: ClusterSettings, paths: Paths) -> frozenset[str]:
-    """Return the lines of all files with secrets: gpuhub's own, and those that cluster.toml names."""
-    files = [path for path in paths.secrets.rglob("*") if path.is_file()]
-    files += [path for path in _find_secret_files(cluster.model_dump()) if path.is_file()]
+    """Return the lines of all files with secrets, gpuhub's own and those that cluster.toml names, and the values of
+    variables in cluster.toml.
+    """
+    settings = cluster.model_dump()
+    files = [path for path in (*paths.secrets.rglob("*"), *_find_secret_files(settings)) if path.is_file()]
     lines = {line.strip() for path in files for line in path.read_text(encoding="utf-8", errors="replace").splitlines()}
-    return frozenset(line for line in lines if len(line) >= _LEAST_SECRET and not line.startswith("-----"))
+    # Of a destination of notifications, such as tgram://TOKEN/CHAT, a log may have a part.
+    parts = {part for line in lines if "://" in line for part in re.split(r"[/:@?&=]+", line)}
+    values = {
+        variable.partition("=")[2]
+        for service in cluster.services
+        for variable in service.environment + service.variables
+    }
+    return frozenset(
+        [
+            *(line for line in lines if len(line) >= _LEAST_SECRET and not line.startswith(("-----", "#"))),
+            *(text for text in parts | values if len(text) >= _LONG_SECRET),
+        ]
+    )
 
 
 def _find_secret_files(value: Any, key: str = "") -> Iterator[Path]:
@@ -97,7 +124,7 @@ def _find_secret_files(value: Any, key: str = "") -> Iterator[Path]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _find_secret_files(part, key)
-    elif isinstance(value, Path) and re.search(r"secret|password|token|key", key):
+    elif isinstance(value, Path) and re.search(r"secret|password|token|key|_file$", key):
         yield value
 
 
@@ -105,10 +132,32 @@ def remove_secrets(text: str, secrets: frozenset[str]) -> str:
     """Return a text without these secrets, and without what looks like one."""
     # The longest first: one may be part of another.
     for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, REMOVED)
+        if len(secret) >= _LONG_SECRET:
+            text = text.replace(secret, REMOVED)
+        else:
+            text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", REMOVED, text)
     for pattern, replacement in _LOOKS_SECRET:
         text = pattern.sub(replacement, text)
     return text
+
+
+def _format_settings(file: Path) -> str:
+    """Return the settings in a cluster.toml, without comments, values of variables, and arguments of commands."""
+    try:
+        settings = tomllib.loads(file.read_text(encoding="utf-8", errors="replace"))
+    except tomllib.TOMLDecodeError as error:
+        return f"not TOML: {error}"
+    return tomlkit.dumps(_hide_values(settings))
+
+
+def _hide_values(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: REMOVED if key in _VARIABLES else _hide_values(part, name) for name, part in value.items()}
+    if not isinstance(value, list):
+        return value
+    if key in _VARIABLES:
+        return [f"{str(part).partition('=')[0]}={REMOVED}" for part in value]
+    return [*value[:1], REMOVED] if key in _COMMANDS else [_hide_values(part, key) for part in value]
 
 
 def _collect(
@@ -121,7 +170,7 @@ def _collect(
     yield "broker.json", json.dumps(_count_rows(cluster.database, paths), indent=2)
     for file in dict.fromkeys((cluster_file, paths.used_cluster_file)):
         if file.is_file():
-            yield file.name, file.read_text(encoding="utf-8", errors="replace")
+            yield file.name, _format_settings(file)
     left = MAX_LOGS_BYTES
     for log in sorted(paths.log.glob("*.log")):
         content = _read_end(log, min(MAX_LOG_BYTES, left))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import tarfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from gpuhub.ops.doctor.bundle import REMOVED, find_secrets, remove_secrets, writ
 from gpuhub.ops.doctor.findings import failed, ok
 from tests.support.clusters import build_cluster
 from tests.support.paths import FolderPaths
+from tests.support.product import ROOT
 
 CLIENT_SECRET = "provider-secret-3f9a"
 MACHINES = [("head", [ok("clock", "0.1 s ahead")]), ("rig1", [failed("driver", "not found", "install it")])]
@@ -118,10 +121,82 @@ def test_no_secret_leaves_the_machine(paths: HeadPaths, cluster: ClusterSettings
         ("-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\nnext", f"{REMOVED}\nnext"),
         ("lease lease-1: state=granted, 3 tokens are left", "lease lease-1: state=granted, 3 tokens are left"),
         ("longest_token = 7776000", "longest_token = 7776000"),
+        ('rest_key = "/etc/slurm/jwt.key"', 'rest_key = "/etc/slurm/jwt.key"'),
+        ("AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG", f"AWS_SECRET_ACCESS_KEY={REMOVED}"),
+        ("API_KEY=abc started", f"API_KEY={REMOVED} started"),
+        ("WANDB_API_KEY: 0123456789", f"WANDB_API_KEY: {REMOVED}"),
+        ("DB_PASS=x,y DEBUG=1", f"DB_PASS={REMOVED} DEBUG=1"),
+        ("PGPASSWORD=/short", f"PGPASSWORD={REMOVED}"),
+        ("'password': 'two words'", f"'password': '{REMOVED}'"),
+        (r'"text": "set token = \"a b\" here"', rf'"text": "set token = \"{REMOVED}\" here"'),
+        ("redis://:hunter2@cache.lan/0", f"redis://:{REMOVED}@cache.lan/0"),
+        ("https://ghp_1234@github.com/lab/x", f"https://{REMOVED}@github.com/lab/x"),
+        ("Cookie: a=1; b=2", f"Cookie: {REMOVED}"),
+        ("docker = ssh://root@10.0.0.12", "docker = ssh://root@10.0.0.12"),
     ],
 )
 def test_text_that_looks_secret_is_removed(text: str, expected: str) -> None:
     assert remove_secrets(text, frozenset()) == expected
+
+
+def test_no_secret_of_the_settings_leaves_the_machine(
+    paths: HeadPaths, cluster: ClusterSettings, tmp_path: Path
+) -> None:
+    """Of cluster.toml, names of variables and first words of commands stay; comments and all other values of them do not."""
+    settings = tmp_path / "cluster.toml"
+    settings.write_text(
+        """# the old password was swordfish
+[[services]]
+name = "track"
+environment = ["WANDB_MODE=s3cr", "DSN=postgresql://u:hunter2@db/x"]
+variables = ["TRACK_AUTH=let-me-in"]
+command = ["serve", "--login", "opensesame"]
+[services.other.environment]
+PIN = "4711"
+[power]
+on = ["curl", "-u", "eve:apple"]
+off = "ipmi"
+[images]
+torch_index = "https://deploy:pear@pypi.lan/simple"
+[users]
+allowed = ["ada"]
+""",
+        encoding="utf-8",
+    )
+    file = tmp_path / "report.tar.gz"
+    write_bundle(file, cluster, settings, paths, MACHINES)
+    text = read_members(file)["cluster.toml"]
+    for secret in ("swordfish", "s3cr", "hunter2", "let-me-in", "opensesame", "4711", "apple", "pear"):
+        assert secret not in text
+    parsed = tomllib.loads(text)
+    assert parsed["users"] == {"allowed": ["ada"]}
+    assert parsed["power"] == {"on": ["curl", REMOVED], "off": "ipmi"}
+    assert parsed["services"][0]["environment"] == [f"WANDB_MODE={REMOVED}", f"DSN={REMOVED}"]
+
+
+def test_secrets_of_files_and_services_are_found_in_logs(paths: HeadPaths, tmp_path: Path) -> None:
+    """Destinations of notifications also in parts, short passwords where they stand alone, and values of variables."""
+    (tmp_path / "destinations").write_text("# the lab\ntgram://123456:bot-token-0815/chat42\n")
+    (tmp_path / "ipmi").write_text("abc12\n")
+    cluster = build_cluster(
+        users={"allowed": ["ada"]},
+        notifications={"destinations_file": str(tmp_path / "destinations")},
+        power={"ipmi_password_file": str(tmp_path / "ipmi")},
+        services=[{"name": "track", "image": "lab/track", "port": 80, "environment": ["X=from-the-lab"]}],
+    )
+    secrets = find_secrets(cluster, paths)
+    log = "tgram: bot-token-0815 refused; ipmitool -P abc12; xabc123; from-the-lab; the lab"
+    assert remove_secrets(log, secrets) == (
+        f"tgram: {REMOVED} refused; ipmitool -P {REMOVED}; xabc123; {REMOVED}; the lab"
+    )
+
+
+def test_no_key_of_cluster_toml_is_taken_for_a_secret() -> None:
+    """Of secrets, cluster.toml has files alone, and a report needs the values of all keys."""
+    text = (ROOT / "docs/reference/cluster-toml.md").read_text(encoding="utf-8")
+    lines = [f"{key} = 1" for key in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)]
+    assert len(lines) > 100
+    assert [line for line in lines if remove_secrets(line, frozenset()) != line] == []
 
 
 def test_logs_are_bounded(
