@@ -97,13 +97,8 @@ def take_advisory_lock(engine: sa.Engine) -> AdvisoryLock | None:
 
 def build_engine(url: str) -> sa.Engine:
     """Return the SQLAlchemy engine; SQLite writes every commit through to the disk."""
-    try:
-        # PostgreSQL may have been restarted since the last use of a connection.
-        engine = sa.create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"PostgreSQL needs the Python package {error.name}: `.venv/bin/pip install 'psycopg[binary]'`"
-        ) from None
+    # PostgreSQL may have been restarted since the last use of a connection.
+    engine = sa.create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin)

@@ -65,11 +65,7 @@ def write_backup(file: Path, head: Head, cluster: ClusterSettings, passphrase: s
 
 
 def read_revision(database: DatabaseSettings, paths: Paths) -> str | None:
-    """Return the revision of the tables of the broker's store; None if there is none yet.
-
-    Raises:
-        SetupError: PostgreSQL's driver is missing.
-    """
+    """Return the revision of the tables of the broker's store; None if there is none yet."""
     if database.url is None and not paths.store.exists():
         return None
     engine = build_engine(build_database_url(database, paths, "broker"))
