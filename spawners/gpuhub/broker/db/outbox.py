@@ -24,6 +24,9 @@ _BATCH = 400
 WAITING, SENDING, SENT, FAILED = "waiting", "sending", "sent", "failed"
 
 _notification, _delivery, _destination = tables.notifications.c, tables.deliveries.c, tables.destinations.c
+_LAST = sa.select(sa.func.max(_notification.seq)).where(_notification.subject != "").group_by(_notification.subject)
+#: The last notifications about what has a problem.
+_OPEN = sa.select(_notification.seq).where(_notification.seq.in_(_LAST), _notification.is_open)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +108,7 @@ class Outbox:
 
     def find_open_subjects(self) -> set[str]:
         """Return what had a problem at the last notification about it."""
-        last = (
-            sa.select(sa.func.max(_notification.seq)).where(_notification.subject != "").group_by(_notification.subject)
-        )
-        query = sa.select(_notification.subject).where(_notification.seq.in_(last), _notification.is_open)
+        query = sa.select(_notification.subject).where(_notification.seq.in_(_OPEN))
         with self._transaction(READ_ONLY) as connection:
             return set(connection.execute(query).scalars())
 
@@ -210,8 +210,12 @@ class Outbox:
             return connection.execute(query.values(state=FAILED)).rowcount
 
     def delete_old(self, before: float) -> int:
-        """Delete some of the notifications from before a time, with their deliveries; return their number."""
-        oldest = sa.select(_notification.seq).where(_notification.at < before, _notification.valid_until < before)
+        """Delete some of the notifications from before a time, with their deliveries; return their number.
+
+        The last one about a problem that is not over stays: after a restart it shows that the problem was reported.
+        """
+        is_old = (_notification.at < before) & (_notification.valid_until < before)
+        oldest = sa.select(_notification.seq).where(is_old, _notification.seq.not_in(_OPEN))
         with self._transaction() as connection:
             seqs = connection.execute(oldest.order_by(_notification.seq).limit(_BATCH)).scalars().all()
             connection.execute(sa.delete(tables.deliveries).where(_delivery.notification.in_(seqs)))

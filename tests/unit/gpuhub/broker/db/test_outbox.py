@@ -155,7 +155,7 @@ def test_destinations_are_limited_and_leave_nothing(store: Store) -> None:
 
 
 def test_open_problems_are_known_after_a_restart(store: Store) -> None:
-    """By the last notification about each subject."""
+    """By the last notification about each subject, however old it is."""
     down, up = {"subject": "node:rig1", "is_open": True}, {"subject": "node:rig1"}
     kind = NotificationKind.NODE_DOWN
     store.save_events(
@@ -163,6 +163,8 @@ def test_open_problems_are_known_after_a_restart(store: Store) -> None:
     )
     assert store.outbox.find_open_subjects() == {"node:rig1", "gpu:x"}
     store.save_events([build_event("3", kind, None, **up)])
+    assert store.outbox.find_open_subjects() == {"gpu:x"}
+    assert store.outbox.delete_old(1e9) == 2
     assert store.outbox.find_open_subjects() == {"gpu:x"}
 
 
