@@ -143,6 +143,7 @@ def test_gpu_with_an_xid_error_is_blocked_until_it_is_accepted(product: Product,
     output = ada.run("import gpu_launch; gpu_launch.run('fails.py', nnodes=1)")
     assert f"GPU 0 (RTX 5070) of rig2: {why}\n\nrank 0 on rig2 failed" in output
     assert why in gpuhub("node", "list")
+    assert "GPU 0 (RTX 5070) of rig2 failed" in gpuhub("events", "--lines", "100")
     page = ada.user.page.context.new_page()
     page.goto(f"{ada.user.address}/hub/gpus")
     expect(page.locator(".gpuhub-lease", has_text=why)).to_be_visible()

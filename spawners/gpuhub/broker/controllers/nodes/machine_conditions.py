@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from gpuhub.broker_api.schemas import NodeState, NotificationKind
 from gpuhub.domain.models import NotificationRow
 from gpuhub.domain.notifications import build_condition
-from gpuhub.nodes.gpu_health import NodeCondition, find_gpu_failure
-from gpuhub.nodes.status import NodeStatus
+from gpuhub.nodes.gpu_health import NodeCondition, add_advice, describe_slowdown, find_node_gpu_failure
+from gpuhub.nodes.status import GpuReading, NodeStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Condition:
 
 
 def list_conditions(record: NodeStatus, condition: NodeCondition) -> Iterator[Condition]:
-    """Yield what is known of a node, its GPUs and its disk after a poll."""
+    """Yield what is known of a node, its disk and its GPUs after a poll."""
     name = record.name
     if condition.state is NodeState.DOWN:
         body = f"{condition.message}. What runs there keeps its GPUs until the node answers."
@@ -36,30 +36,59 @@ def list_conditions(record: NodeStatus, condition: NodeCondition) -> Iterator[Co
             title=f"Node {name} is down",
             body=body,
         )
-    if not record.is_up:
+    if not record.is_up or record.is_put_to_sleep:
         return
     yield Condition(
         kind=NotificationKind.NODE_DOWN, subject=f"node:{name}", is_open=False, title=f"Node {name} answers again"
     )
-    yield Condition(
-        kind=NotificationKind.DISK_LOW,
-        subject=f"disk:{name}",
-        is_open=record.disk_error is not None,
-        title=f"Node {name} has enough free disk space again"
-        if record.disk_error is None
-        else f"Disk full: node {name}",
-        body=f"It takes no work: {record.disk_error}." if record.disk_error else "",
+    yield _build(
+        NotificationKind.DISK_LOW,
+        f"disk:{name}",
+        record.disk_error,
+        begin=f"Disk full: node {name}",
+        end=f"Node {name} has enough free disk space again",
+        effect="It takes no work",
     )
-    for gpu in record.gpus:
-        failure = find_gpu_failure(gpu)
-        card = f"GPU {gpu.index} ({gpu.model}) of {name}"
-        yield Condition(
-            kind=NotificationKind.GPU_FAILED,
-            subject=f"gpu:{gpu.uuid}",
-            is_open=failure is not None,
-            title=f"{card} works again" if failure is None else f"{card} failed",
-            body="" if failure is None else f"It is not given to anyone: {failure}.",
-        )
+    error = None if record.gpu_error is None else add_advice(record.gpu_error)
+    yield _build(
+        NotificationKind.GPU_FAILED,
+        f"gpus:{name}",
+        error,
+        begin=f"The GPUs of {name} cannot be read",
+        end=f"The GPUs of {name} can be read again",
+        effect="They are not given to anyone",
+    )
+    if error is None:
+        for gpu in record.gpus:
+            yield from _list_gpu_conditions(record, gpu)
+
+
+def _list_gpu_conditions(record: NodeStatus, gpu: GpuReading) -> Iterator[Condition]:
+    card, effect = f"GPU {gpu.index} ({gpu.model}) of {record.name}", "It is not given to anyone"
+    yield _build(
+        NotificationKind.GPU_FAILED,
+        f"gpu:{gpu.uuid}",
+        find_node_gpu_failure(record, gpu),
+        begin=f"{card} failed",
+        end=f"{card} works again",
+        effect=effect,
+    )
+    yield _build(
+        NotificationKind.GPU_FAILED,
+        f"slow:{gpu.uuid}",
+        describe_slowdown(gpu),
+        begin=f"{card} is slowed down",
+        end=f"{card} is not slowed down any more",
+        effect=effect,
+    )
+
+
+def _build(
+    kind: NotificationKind, subject: str, problem: str | None, *, begin: str, end: str, effect: str
+) -> Condition:
+    if problem is None:
+        return Condition(kind=kind, subject=subject, is_open=False, title=end)
+    return Condition(kind=kind, subject=subject, is_open=True, title=begin, body=f"{effect}: {problem}.")
 
 
 class MachineConditions:

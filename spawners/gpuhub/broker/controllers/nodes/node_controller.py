@@ -303,16 +303,16 @@ class NodeController:
         )
         for kind, text in news:
             self._record_event(kind, text, record.name)
-        self._notify(record)
+        self._notify(record.name)
 
-    def _notify(self, record: NodeStatus) -> None:
+    def _notify(self, node: str) -> None:
         """Report to the owner of the machines what begins or ends with this poll."""
-        core = self._core
+        core, inventory = self._core, self._core.capacity.inventory
         condition = gpu_health.assess_node(
-            core.capacity.inventory, record.name, monotonic=core.clock.monotonic(), scheduling=core.cluster.scheduling
+            inventory, node, monotonic=core.clock.monotonic(), scheduling=core.cluster.scheduling
         )
-        for row in self._machines.update(list_conditions(record, condition), core.clock.now()):
-            core.add_event(f"notified.{row.kind}", row.title, node=record.name, notifications=[row])
+        for row in self._machines.update(list_conditions(inventory.nodes[node], condition), core.clock.now()):
+            core.add_event(f"notified.{row.kind}", row.title, node=node, notifications=[row])
 
     def _record_event(self, kind: str, text: str, node: str) -> None:
         log.info("node %s: %s", node, text)

@@ -393,6 +393,7 @@ async def test_critical_xid_blocks_the_gpu_until_reboot_or_acceptance(setting: S
         rig1.xids["GPU-rig1-0"] = [(31, 4, 4.0), (79, 1, 5.0)]
         assert (await wait_for_gpu_state(running, "failed"))["message"] == why
         assert await wait_for_event(running, "gpu.problem") == f"GPU 0 (RTX 5090) of rig1: {why}"
+        assert await wait_for_event(running, "notified.gpu-failed") == "GPU 0 (RTX 5090) of rig1 failed"
         shown = await read(running, "ada", f"/leases/{lease['id']}")
         assert (shown["state"], shown["gpu_problems"]) == ("active", [f"GPU 0 (RTX 5090) of rig1: {why}"])
         answer = await post(running, "ada", f"/leases/{lease['id']}/activity", {"is_busy": False, "inactive_s": 0.0})
@@ -408,6 +409,12 @@ async def test_critical_xid_blocks_the_gpu_until_reboot_or_acceptance(setting: S
         await post(running, "root", "/nodes/rig1/gpus/0/accept", {})
         await wait_for_state(running, f"/leases/{waiting['id']}", "granted", token="ben")
         assert len(await list_event_texts(running, "gpu.problem")) == 1
+        notified = [f"GPU 0 (RTX 5090) of rig1 {text}" for text in ("failed", "works again")]
+
+        async def is_notified() -> bool:
+            return await list_event_texts(running, "notified.gpu-failed") == notified
+
+        await until(is_notified, "the owner of the machines is notified of begin and end")
         await delete(running, "ben", f"/leases/{waiting['id']}")
         rig1.xids["GPU-rig1-0"] = [(79, 2, 9.0)]
         await wait_for_gpu_state(running, "failed")
