@@ -327,20 +327,30 @@ def record_failure(node: NodeStatus, reason: str, now: float) -> NodeStatus:
     )
 
 
-def record_disks(node: NodeStatus, *, head_free: int | None, floor: int) -> NodeStatus:
-    """Return the status with the error of a full disk, if any; it ends when clearly more than the floor is free.
+def record_disks(node: NodeStatus, *, head_error: str | None, floor: int) -> NodeStatus:
+    """Return the status with the error of a full disk, if any.
 
     Args:
-        head_free: Free space for gpuhub's own data on the head node, bytes; None where it is not known.
+        head_error: The error of the head node's disk, which keeps every node from taking work.
         floor: Free space below which a node takes no work, bytes.
     """
-    for free, disk in ((node.disk_free, "of Docker there"), (head_free, "with gpuhub's data on the head node")):
-        error = f"disk full: less than {format_size(floor)} are free on the disk {disk}"
-        # Without a distance, a node on the border would come and go.
-        needed = floor + floor // 10 if node.disk_error == error else floor
-        if free is not None and free < needed:
-            return node.evolve(disk_error=error)
-    return node.evolve(disk_error=None)
+    own_error = find_disk_error(node.disk_free, "of Docker there", floor=floor, before=node.disk_error)
+    return node.evolve(disk_error=own_error or head_error)
+
+
+def find_disk_error(free: int | None, disk: str, *, floor: int, before: str | None) -> str | None:
+    """Return the error of a full disk, if any; it ends when clearly more than the floor is free.
+
+    Args:
+        free: Free space, bytes; None where it is not known.
+        disk: Which disk it is, after the word "disk".
+        floor: Free space below which nodes take no work, bytes.
+        before: The last error.
+    """
+    error = f"disk full: less than {format_size(floor)} are free on the disk {disk}"
+    # Without a distance, a node on the border would come and go.
+    needed = floor + floor // 10 if before == error else floor
+    return error if free is not None and free < needed else None
 
 
 def required_polls(node: NodeStatus, now: float) -> int:

@@ -469,8 +469,9 @@ def test_a_full_disk_keeps_a_node_from_taking_work(
 ) -> None:
     """The head node's disk counts for every node, and a disk on the border does not come and go."""
     node = build_up_node(gpu(), disk_free=0)
-    before = status.record_disks(node, head_free=None, floor=100) if was_full else node
-    after = status.record_disks(before.evolve(disk_free=node_free), head_free=head_free, floor=100)
+    before = status.record_disks(node, head_error=None, floor=100) if was_full else node
+    head_error = status.find_disk_error(head_free, "with gpuhub's data on the head node", floor=100, before=None)
+    after = status.record_disks(before.evolve(disk_free=node_free), head_error=head_error, floor=100)
     reason = None if disk is None else f"disk full: less than 100 B are free on the disk {disk}"
     assert gpu_health.explain_node_unavailable(after, None) == reason
     assert assess_node(after) == gpu_health.NodeCondition(state=NodeState.UP, message=reason)

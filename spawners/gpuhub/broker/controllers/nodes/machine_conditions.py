@@ -24,9 +24,23 @@ class Condition:
     body: str = ""
 
 
-def list_conditions(record: NodeStatus, condition: NodeCondition) -> Iterator[Condition]:
-    """Yield what is known of a node, its disk and its GPUs after a poll."""
+def list_conditions(record: NodeStatus, condition: NodeCondition, head_error: str | None = None) -> Iterator[Condition]:
+    """Yield what is known of a node, its disk and its GPUs after a poll, and of the head node's disk.
+
+    Args:
+        record: The node as last polled.
+        condition: The condition of the node itself.
+        head_error: Why the head node's disk keeps all nodes from taking work; None if it does not.
+    """
     name = record.name
+    yield _build(
+        NotificationKind.DISK_LOW,
+        "head-disk",
+        head_error,
+        begin="Disk full: head node",
+        end="The head node has enough free disk space again",
+        effect="No node takes work",
+    )
     if condition.state is NodeState.DOWN:
         body = f"{condition.message}. What runs there keeps its GPUs until the node answers."
         yield Condition(
@@ -44,7 +58,7 @@ def list_conditions(record: NodeStatus, condition: NodeCondition) -> Iterator[Co
     yield _build(
         NotificationKind.DISK_LOW,
         f"disk:{name}",
-        record.disk_error,
+        None if record.disk_error == head_error else record.disk_error,
         begin=f"Disk full: node {name}",
         end=f"Node {name} has enough free disk space again",
         effect="It takes no work",

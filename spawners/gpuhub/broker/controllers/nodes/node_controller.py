@@ -98,6 +98,8 @@ class NodeController:
         self._couriers = couriers
         self._firewall = firewall
         self._read_head_free = read_head_free
+        #: Why the head node's disk keeps all nodes from taking work, for users.
+        self._head_error: str | None = None
         self._find_staging = find_staging
         self._probe = NodeProbe(daemons=daemons, clock=core.clock)
         self._actions = ContainerActions(daemons=daemons, on_removed=self.request_poll, before_removal=fetch_files)
@@ -164,6 +166,7 @@ class NodeController:
         """Poll one node and reconcile it with the ledger; `listed_at` is the current time."""
         core = self._core
         record = core.capacity.inventory.nodes[node]
+        self._check_head_disk()
         try:
             listed, listing, actions = await self._compare(record, listed_at)
             await run_step(f"node {node}", partial(self._apply, listing, actions))
@@ -174,11 +177,7 @@ class NodeController:
             seen = await self._probe.read_agent(seen, listed)
             if core.cluster.node(node).guest:
                 seen = guest_readings.check_guest(seen, core.capacity.inventory.list_foreign_uuids(node))
-            seen = status.record_disks(
-                seen,
-                head_free=None if self._read_head_free is None else self._read_head_free(),
-                floor=core.cluster.scheduling.min_free_disk,
-            )
+            seen = status.record_disks(seen, head_error=self._head_error, floor=core.cluster.scheduling.min_free_disk)
             if seen.disk_error != record.disk_error:
                 text = f"node {node}: {seen.disk_error or 'there is enough free disk space again'}"
                 self._record_event("node.disk", text, node)
@@ -195,6 +194,15 @@ class NodeController:
         if seen.gpu_error is None and _list_gpus(seen) != _list_gpus(record):
             await core.capacity.save_seen_gpus(seen)
         await self._observe(seen)
+
+    def _check_head_disk(self) -> None:
+        if self._read_head_free is not None:
+            self._head_error = status.find_disk_error(
+                self._read_head_free(),
+                "with gpuhub's data on the head node",
+                floor=self._core.cluster.scheduling.min_free_disk,
+                before=self._head_error,
+            )
 
     async def _compare(
         self, record: NodeStatus, listed_at: float
@@ -311,7 +319,8 @@ class NodeController:
         condition = gpu_health.assess_node(
             inventory, node, monotonic=core.clock.monotonic(), scheduling=core.cluster.scheduling
         )
-        for row in self._machines.update(list_conditions(inventory.nodes[node], condition), core.clock.now()):
+        conditions = list_conditions(inventory.nodes[node], condition, self._head_error)
+        for row in self._machines.update(conditions, core.clock.now()):
             core.add_event(f"notified.{row.kind}", row.title, node=node, notifications=[row])
 
     def _record_event(self, kind: str, text: str, node: str) -> None:

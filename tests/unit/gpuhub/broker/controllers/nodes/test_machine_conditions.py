@@ -76,6 +76,20 @@ def test_whatever_keeps_a_gpu_from_being_granted_is_reported(changes: dict[str, 
     assert all("not given to anyone" in row.body and row.kind is NotificationKind.GPU_FAILED for row in begins)
 
 
+def test_full_disk_of_the_head_node_is_reported_once() -> None:
+    """Not of each node that takes no work because of it, and also while no node answers."""
+    machines, error = MachineConditions(()), "disk full: less than 10 GiB are free on the disk of the head node"
+    full = WELL.evolve(disk_error=error)
+
+    def head_titles(*records: NodeStatus, error: str | None) -> list[str]:
+        conditions = [condition for record in records for condition in list_conditions(record, UP, error)]
+        return [row.title for row in machines.update(conditions, 10.0)]
+
+    assert head_titles(AWAY, full, full.evolve(name="rig2"), error=error) == ["Disk full: head node"]
+    assert head_titles(full.evolve(disk_error="disk full: of Docker"), error=error) == ["Disk full: node rig1"]
+    assert head_titles(AWAY, error=None) == ["The head node has enough free disk space again"]
+
+
 def test_a_node_that_is_put_to_sleep_has_no_problem() -> None:
     """Its agent ends before its daemon does."""
     stopping = WELL.evolve(gpu_error="no agent", power=PowerStatus(node="rig1", state=PowerState.STOPPING))
