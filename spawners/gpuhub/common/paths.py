@@ -104,6 +104,11 @@ class Paths:
         return self.state / "prometheus"
 
     @property
+    def monitoring_choice(self) -> Path:
+        """A file that is there while `gpuhub up` starts Prometheus also without the option, such as at boot."""
+        return self.state / "monitoring"
+
+    @property
     def laptop_wheel(self) -> Path:
         """Folder of the wheel of gpu-launch that the hub serves; it is public."""
         return self.state / "laptop-wheel"

@@ -86,8 +86,8 @@ def check_port(port: int) -> None:
     except OSError as error:
         raise SetupError(
             f"Prometheus cannot listen on 127.0.0.1:{port} ({os.strerror(error.errno or 0)}): set another port in "
-            "cluster.toml, [monitoring] port, or leave out MONITORING=1 and scrape gpuhub from the Prometheus that "
-            "runs (docs/monitoring.md)"
+            "cluster.toml, [monitoring] port, or `sudo make up MONITORING=0` and scrape gpuhub from the Prometheus "
+            "that runs (docs/monitoring.md)"
         ) from error
 
 
@@ -99,7 +99,9 @@ def build_program(cluster: ClusterSettings, paths: Paths) -> Program:
     """
     command = shutil.which("prometheus")
     if command is None:
-        raise SetupError("Prometheus is not installed: `sudo make up MONITORING=1` installs it")
+        raise SetupError(
+            "Prometheus is not installed: `sudo make up MONITORING=1` installs it, MONITORING=0 does without"
+        )
     settings = cluster.monitoring
     return Program(
         name=PROMETHEUS,

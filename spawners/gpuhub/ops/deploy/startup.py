@@ -62,7 +62,7 @@ class StartupOptions:
     closet: str | None = None
     #: Build all images again, with Debian's current packages.
     refresh: bool = False
-    #: Whether Prometheus runs beside the hub; None: if it runs already.
+    #: Whether Prometheus runs beside the hub; None: as chosen last.
     monitoring: bool | None = None
 
 
@@ -100,11 +100,8 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     database.ensure_database(cluster, paths)
     https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
-    has_monitoring = is_monitored(supervisor) if options.monitoring is None else options.monitoring
-    if has_monitoring:
-        if not is_monitored(supervisor):
-            monitoring.check_port(cluster.monitoring.port)
-        services.append(monitoring.build_program(cluster, paths))
+    prometheus = build_prometheus(paths, cluster, supervisor, requested=options.monitoring)
+    services += prometheus
     services += programs.build_guest_programs(cluster, paths, chosen.cluster_file)
     services += file_server.build_file_server(cluster, paths)
     if provider is not None:
@@ -122,7 +119,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     with report.step("gpu-launch for laptops"):
         wheels.ensure_laptop_wheel(options.source, paths.laptop_wheel, lambda _step: None)
     _start_services(paths, cluster, chosen.cluster_file, options, report)
-    if has_monitoring:
+    if prometheus:
         _start_monitoring(paths, cluster, options, report)
     report_addresses(paths, cluster, https, report)
 
@@ -242,6 +239,25 @@ def _back_up_databases(
         report.note(f"The tables of the databases change with this version; as they were: {backup}")
         report.note("  To go back: docs/operations.md, Upgrading.")
     upgrade_backups.record_version(paths)
+
+
+def build_prometheus(
+    paths: Paths, cluster: settings.ClusterSettings, supervisor: Supervisor, *, requested: bool | None
+) -> list[programs.Program]:
+    """Return Prometheus if it runs beside the hub: as requested, which later calls keep, else as requested last.
+
+    Raises:
+        SetupError: It is not installed, or another program has its port.
+    """
+    is_chosen = paths.monitoring_choice.exists() if requested is None else requested
+    if not is_chosen:
+        paths.monitoring_choice.unlink(missing_ok=True)
+        return []
+    if not is_monitored(supervisor):
+        monitoring.check_port(cluster.monitoring.port)
+    program = monitoring.build_program(cluster, paths)
+    paths.monitoring_choice.touch(mode=0o600)
+    return [program]
 
 
 def is_monitored(supervisor: Supervisor) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -12,6 +15,8 @@ from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.ops.deploy import cluster_choice, startup
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.deploy.startup import check_unique_daemons, check_unique_gpus
+from tests.support.docker.simulated_nodes import build_cluster
+from tests.support.paths import FolderPaths
 
 
 def node(name: str, *uuids: str) -> NodeView:
@@ -71,9 +76,22 @@ class FakeSupervisor:
     ("states", "expected"),
     [({}, False), ({"hub": "RUNNING"}, False), ({"hub": "RUNNING", "prometheus": "STOPPED"}, True)],
 )
-def test_prometheus_stays_as_it_is_without_the_option(states: dict[str, str], expected: bool) -> None:
-    """A later `make up`, and `gpuhub node add`, keep it."""
+def test_a_supervised_prometheus_is_recognised(states: dict[str, str], expected: bool) -> None:
+    """Then it may be what listens on its port."""
     assert startup.is_monitored(cast(Supervisor, FakeSupervisor(**states))) is expected
+
+
+def test_prometheus_is_started_until_that_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reboot nothing runs that would show the choice, and the call at boot has no options."""
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    paths, off = FolderPaths("ghunit", tmp_path), cast(Supervisor, FakeSupervisor())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        cluster = build_cluster(monitoring={"port": port})
+        with pytest.raises(SetupError, match="`sudo make up MONITORING=0`"):
+            startup.build_prometheus(paths, cluster, off, requested=True)
+    for requested, expected in ((None, False), (True, True), (None, True), (None, True), (False, False), (None, False)):
+        assert bool(startup.build_prometheus(paths, cluster, off, requested=requested)) is expected
 
 
 def test_prometheus_is_no_sign_of_the_practice_closet() -> None:
