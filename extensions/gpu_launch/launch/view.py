@@ -100,7 +100,10 @@ class LaunchView:
         return render.format_nodes(workers, self._validated.notebook_text)
 
     def announce_pool(self, pool: WorkerPool) -> None:
-        """Print once for each pool that its workers stay."""
+        """Print what the GPUs of a freed pool were used for, or once for each other pool that its workers stay."""
+        job = pool.group.job
+        if pool.is_freed and job is not None and job.costs:
+            self.print_line(job.costs)
         if pool.is_freed or pool.was_announced or pool.group.is_notebook_only:
             return
         pool.was_announced = True

@@ -24,7 +24,7 @@ PROMISED = """
 
 
 def test_three_nodes_reduce_and_all_gpus_are_released(either: Notebook) -> None:
-    """Three nodes reduce to one value, with ranks and nodes named, and every GPU is released."""
+    """Three nodes reduce to one value, with ranks and nodes named; every GPU is released, and what they did is shown."""
     either.script("hello.py", ALL_REDUCE + "    print('I am', os.environ['RANK'])\n")
     code, out, err = either.run(either.call("hello.py", arguments=["x y"], nnodes=3))
     assert code == 0, out + err
@@ -32,6 +32,7 @@ def test_three_nodes_reduce_and_all_gpus_are_released(either: Notebook) -> None:
     assert count_ranks(err, "warned") == 3
     for rank, node in enumerate(NODES):
         assert f"[rank {rank} · {node}] I am {rank}\n" in out
+    assert out.endswith("gpu_launch: 2 × 31 % busy, 2 of 12 GB\n")
     (gang,) = either.broker.groups.values()
     assert (gang.request.nnodes, gang.request.exclude_nodes) == (2, ("rig1",))
     assert gang.state is schemas.JobState.ENDED

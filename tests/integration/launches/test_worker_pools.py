@@ -50,6 +50,7 @@ def test_workers_are_reused(either: Notebook) -> None:
         "rig2 RTX 5070, rig3 RTX 5060 stay with this notebook for 1 min after a launch, or until others wait for GPUs"
     )
     assert out.count(stays) == 1
+    assert "% busy" not in out
     assert "done in" in out.partition("sum 3.0 of 2")[2]
     assert "2 ranks on rig1 RTX 5090, rig2 RTX 5070\n" in out
     assert either.broker.calls[:2] == ["GET /cluster", "POST /jobs"]

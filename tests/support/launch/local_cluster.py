@@ -238,6 +238,7 @@ class LocalBroker:
     def job(self, run: str) -> schemas.JobView:
         """Return the job's wire model."""
         group, now = self.groups[run], datetime.now(UTC)
+        has_costs = group.state is schemas.JobState.ENDED and group.nodes
         is_waiting = group.state is schemas.JobState.WAITING
         lease = schemas.LeaseView(
             id=f"lease-{run}", owner="ada", purpose=schemas.Purpose.JOB, subject=run, profile=None,
@@ -254,6 +255,16 @@ class LocalBroker:
             nproc_per_node=group.request.nproc_per_node, reason=group.reason, renew_within_s=4.0,
             min_nnodes=group.request.min_nnodes or group.request.nnodes, scavenge=group.request.scavenge,
             preemptions=group.preemptions, checkpoint_until=group.checkpoint_until, joins=group.request.joins, created_at=now,
+            costs=self.costs(run, now) if has_costs else None,
+        )  # fmt: skip
+
+    def costs(self, run: str, now: datetime) -> schemas.CostView:
+        """Return what a job has used."""
+        count = len(self.groups[run].nodes)
+        return schemas.CostView(
+            id=run, owner="ada", purpose=schemas.Purpose.JOB, name="", model="RTX 5070", gpu_count=count, started_at=now,
+            ended_at=now, gpu_hours=0.1, busy_percent=31.0, peak_memory_mib=2048, memory_mib=12288, energy_kwh=None,
+            is_energy_estimated=False, cost=None, currency="", smaller_gpu=None, text=f"{count} × 31 % busy, 2 of 12 GB",
         )  # fmt: skip
 
     @staticmethod
