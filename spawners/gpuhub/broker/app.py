@@ -424,7 +424,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             start_courier=partial(start_courier, daemons, cluster, paths),
             destination_key=destination_key,
             job_secret=read_secret(paths, JOB_KEY),
-            machine_urls=machine_urls,
+            machine_urls=machine_destinations.build_ids(machine_urls, destination_key),
             ensure_filter=partial(ensure_firewall, daemons, cluster, paths.instance),
             backend=find_plugin(cluster).build(cluster, paths),
             stopped_nodes=paths.stopped_nodes,

@@ -398,7 +398,7 @@ deliveries = Table(
     metadata,
     Column("id", Integer, primary_key=True),
     Column("notification", Integer, ForeignKey("notifications.seq"), nullable=False),
-    #: Id of a destination, or `file:1` for the first line of the file of the owner of the machines.
+    #: Id of a destination, or `file:` and a keyed hash of a line of the file of the owner of the machines.
     Column("destination", String(40), nullable=False, index=True),
     Column("owner", String(64)),
     #: `waiting`, `sending`, `sent` or `failed`.

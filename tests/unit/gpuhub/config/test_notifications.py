@@ -23,11 +23,21 @@ def write(path: Path, text: str, mode: int = 0o600) -> NotificationSettings:
 def test_lines_of_the_file_are_destinations(tmp_path: Path) -> None:
     """Except comments and empty lines; private addresses are permitted."""
     text = f"# owner\nmailto://localhost?to=ops@example.org\n\n  ntfys://{SECRET}-topic  \n"
-    assert machine_destinations.load(write(tmp_path / "file", text)) == {
-        "file:1": "mailto://localhost?to=ops@example.org",
-        "file:2": f"ntfys://{SECRET}-topic",
-    }
-    assert machine_destinations.load(NotificationSettings()) == {}
+    assert machine_destinations.load(write(tmp_path / "file", text)) == [
+        "mailto://localhost?to=ops@example.org",
+        f"ntfys://{SECRET}-topic",
+    ]
+    assert machine_destinations.load(NotificationSettings()) == []
+
+
+def test_ids_of_destinations_depend_on_their_lines_alone() -> None:
+    """What waits for a destination goes there after other lines are moved or removed; ids do not reveal the lines."""
+    lines = ["mailto://ops@example.org", f"ntfys://{SECRET}", f"ntfys://{SECRET}/2"]
+    ids = machine_destinations.build_ids(lines, "key")
+    assert machine_destinations.build_ids(reversed(lines), "key") == ids
+    assert machine_destinations.build_ids(lines[1:], "key").items() < ids.items()
+    assert not ids.keys() & machine_destinations.build_ids(lines, "another key").keys()
+    assert all(len(key) == 29 and SECRET not in key for key in ids)
 
 
 @pytest.mark.parametrize(
