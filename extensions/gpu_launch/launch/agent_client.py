@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from typing import Any
 
 from gpu_launch.common.launch_spec import Membership, NodeInfo
 from gpu_launch.errors import LaunchFailed
+from gpu_launch.launch import ipp_controller
 from gpu_launch.launch.membership import format_silent_nodes
 from gpu_launch.launch.worker_group import WorkerGroup
 from gpu_launch.worker import agent
@@ -181,7 +181,7 @@ class AgentClient:
         log = logging.getLogger("gpu_launch.ipyparallel")
         log.setLevel(logging.CRITICAL)
         config = Config()
-        config.LocalControllerLauncher.controller_cmd = [sys.executable, "-m", "gpu_launch.launch.ipp_controller"]
+        config.LocalControllerLauncher.controller_cmd = list(ipp_controller.COMMAND)
         profile = str(self._group.run.profile)
         self._cluster = ipyparallel.Cluster(
             engines=GpuhubEngineSetLauncher,

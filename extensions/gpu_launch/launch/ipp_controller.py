@@ -1,14 +1,19 @@
-"""The ipyparallel controller of a worker pool; it and its processes end when the kernel that started it is gone."""
+"""The ipyparallel controller of a worker pool or an executor; it and its processes end when the kernel that started it
+is gone.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 
 from gpu_launch.worker import processes
 
+#: Starts it, as ipyparallel's `controller_cmd`.
+COMMAND = (sys.executable, "-m", "gpu_launch.launch.ipp_controller")
 _POLL_S = 0.5  # seconds between checks of the parent
 
 

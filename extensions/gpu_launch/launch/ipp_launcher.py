@@ -48,32 +48,43 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         #: Given by a launch; created by `start` otherwise.
         self.group = group
         self._is_launch = group is not None
+        self._stopping = threading.Event()
+        #: What the start has waited for, for a person, oldest first.
+        self.progress: list[str] = []
 
     def find_args(self) -> list[str]:
         """Return the worker's command, for ipyparallel's log."""
         return ["gpu-launch-worker"]
 
     async def start(self, n: int) -> None:
-        """Ask for the engines; return when every container is running, unless a launch started the cluster."""
+        """Ask for the engines; return when every container is running, unless a launch started the cluster.
+
+        Cancelled, it frees what it has requested.
+        """
         self.n = n
+        try:
+            await self._start(n)
+        except BaseException:
+            if not self._is_launch:
+                await self.stop()
+            raise
+
+    async def _start(self, n: int) -> None:
         loop = asyncio.get_running_loop()
-        if self.group is None:
-            self.group = await loop.run_in_executor(None, self._begin, n)
         group = self.group
+        if group is None:
+            group = await loop.run_in_executor(None, self._begin, n)
         self.run_id = group.run.run_id
         self.notify_start({"run": self.run_id, "n": n})
         await loop.run_in_executor(None, self._publish, group)
         if not self._is_launch:
-            try:
-                await loop.run_in_executor(None, self._wait, group)
-            except BaseException:
-                await self.stop()
-                raise
+            await loop.run_in_executor(None, self._wait, group)
             threading.Thread(target=self._watch, args=(group, loop), name="gpuhub engines", daemon=True).start()
         self.job_id = group.job.id if group.job else ""
 
     async def stop(self) -> None:
         """Free every container; return when the broker has confirmed that the GPUs are free."""
+        self._stopping.set()
         if self.group is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.group.stop)
         self.notify_stop({"exit_code": 0, "identifier": self.identifier})
@@ -96,6 +107,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
             return
         loop = asyncio.get_running_loop()
         if sig in (signal.SIGTERM, signal.SIGKILL):
+            self._stopping.set()
             await loop.run_in_executor(None, self.group.stop)
         else:
             await loop.run_in_executor(None, self._signal_engines, sig)
@@ -162,7 +174,11 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         )
         if cluster is not None:
             plan = fit(plan, cluster)
-        group = BrokerWorkerGroup(plan, run_folder.create_run(env.home), env=env, broker=broker, name=CLUSTER)
+        # Before it requests anything, so that `stop` can end it.
+        self.group = group = BrokerWorkerGroup(
+            plan, run_folder.create_run(env.home), env=env, broker=broker, name=CLUSTER
+        )
+        self._check(group)
         # Half a minute, with the cluster's 500 ms between pings.
         settings = {"is_launch": False, "profile_dir": self.profile_dir, "heartbeat_misses": 30}
         group.start(settings=settings | run_folder.build_interpreter(environment.find_own_interpreter(env.home)))
@@ -206,7 +222,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         deadline = time.monotonic() + _CONTROLLER_S
         connection = json.loads(given) if given else None
         while connection is None:
-            group.check()
+            self._check(group)
             connection = _load_connection(Path(self.connection_files["engine"]))
             if connection is None and time.monotonic() > deadline:
                 raise LaunchFailed(f"ipyparallel's controller did not start within {_CONTROLLER_S:.0f} s.")
@@ -215,18 +231,26 @@ class GpuhubEngineSetLauncher(BaseLauncher):
 
     def _wait(self, group: WorkerGroup) -> None:
         """Wait until every container is running, and log each change."""
-        logged = ""
         while not group.is_started():
-            group.check()
+            self._check(group)
             if group.job is not None:
                 text = plan_module.format_job_state(group.job, group.plan, datetime.now(UTC))
-                if text != logged:
-                    if not logged:
-                        for line in format_holdings(group.holdings, cancel="%gpu_cancel"):
-                            self.log.info(line)
-                    logged = text
-                    self.log.info(text)
+                if not self.progress:
+                    self._log_progress(*format_holdings(group.holdings, cancel="%gpu_cancel"), text)
+                elif text != self.progress[-1]:
+                    self._log_progress(text)
             time.sleep(_POLL_S)
+
+    def _log_progress(self, *lines: str) -> None:
+        for line in lines:
+            self.progress.append(line)
+            self.log.info(line)
+
+    def _check(self, group: WorkerGroup) -> None:
+        """Raise the failure of a worker, or LaunchFailed when the engines are stopped before they run."""
+        group.check()
+        if self._stopping.is_set():
+            raise LaunchFailed("The engines were stopped before all of them ran.")
 
     def _watch(self, group: WorkerGroup, loop: asyncio.AbstractEventLoop) -> None:
         """Notify ipyparallel when the broker has ended the engines."""

@@ -11,6 +11,7 @@ from concurrent.futures import BrokenExecutor, Future
 from concurrent.futures import Executor as StandardExecutor
 from concurrent.futures import thread as _standard_threads  # noqa: F401 - see the end of this module
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from gpu_launch.errors import GpuLaunchError, UsageError
@@ -56,7 +57,8 @@ class Executor(StandardExecutor):
 
     Each worker is a container on a node of its own, with `nproc_per_node` GPUs of `model` (any). They are requested at
     the first call, all together, and kept until `shutdown`, or the end of the `with` block. One call at a time runs on
-    each worker; a pending call can be cancelled, a running one cannot. Functions of the notebook, lambdas and closures
+    each worker; a pending call can be cancelled, a running one cannot. An interrupt that leaves the `with` block
+    cancels the pending calls, and the request while it waits for GPUs. Functions of the notebook, lambdas and closures
     can be called; arguments and results are pickled by cloudpickle.
 
     `initializer(*initargs)` is called once on each worker before its first call. With `engines="local"` the workers are
@@ -134,7 +136,7 @@ class Executor(StandardExecutor):
 
         Args:
             wait: Return when the GPUs are free.
-            cancel_futures: Cancel the calls that do not run yet.
+            cancel_futures: Cancel the calls that do not run yet, and the request while it waits for GPUs.
         """
         with self._lock:
             self._is_shut_down = True
@@ -143,9 +145,15 @@ class Executor(StandardExecutor):
             return
         if cancel_futures:
             self._events.put(_Cancel())
+            self._workers.cancel()
         self._events.put(None)
         if wait:
             dispatcher.thread.join()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(cancel_futures=kind is not None and issubclass(kind, KeyboardInterrupt))
 
 
 class _Dispatcher:
@@ -166,7 +174,9 @@ class _Dispatcher:
             self._start()
             while not (self._is_closing and not self._pending and not self._running):
                 self._handle(self.events.get())
-                self._dispatch()
+                # After a cancelled start, the request to cancel the calls comes after them.
+                if not self._broken or self.events.empty():
+                    self._dispatch()
         finally:
             # A thread's edge: its caller waits for the thread alone.
             self._workers.stop()

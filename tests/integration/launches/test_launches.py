@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 
 from gpuhub.broker_api import schemas
-from tests.support.launch.local_cluster import NODES, Notebook, gpu, lines_until, until, use_image_settings
+from tests.support.launch.local_cluster import (
+    DEADLINE_S,
+    NODES,
+    Notebook,
+    gpu,
+    lines_until,
+    until,
+    use_image_settings,
+)
 from tests.support.launch.rank_scripts import ALL_REDUCE, count_ranks
 
 #: Variables that torchrun promises to ranks, and those that a launch adds.
@@ -167,4 +176,28 @@ def test_executor_runs_calls_on_workers_with_gpus(notebook: Notebook) -> None:
     assert code == 0, out + err
     assert "RESULTS [0, 2, 4, 6, 8, 10]" in out
     assert "NODES ['rig1', 'rig2']" in out
+    until(lambda: not notebook.left(), "no process left")
+
+
+def test_interrupted_executor_cancels_its_request(notebook: Notebook) -> None:
+    """While it waits for GPUs, its place in the queue is shown; an interrupt cancels the call and the request."""
+    use_image_settings(notebook)
+    notebook.broker.busy = True
+    process = notebook.start(
+        """
+        import gpu_launch
+        try:
+            with gpu_launch.Executor(max_workers=2) as executor:
+                future = executor.submit(id, 1)
+                future.result()
+        except KeyboardInterrupt:
+            print("CANCELLED", future.cancelled(), flush=True)
+        """
+    )
+    lines_until(process, "gpu_launch: waiting for 1 GPU on 1 node: position 1, expected to start in about 25 min")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out, err) == (0, "CANCELLED True\n", "")
+    (group,) = notebook.broker.groups.values()
+    assert group.state is schemas.JobState.ENDED
     until(lambda: not notebook.left(), "no process left")

@@ -48,6 +48,9 @@ class SharedWorkers(EngineWorkers):
     def start(self) -> list[int]:
         return list(self._ids)
 
+    def cancel(self) -> None:
+        """Their start does not wait."""
+
     def stop(self) -> None:
         """Keep them."""
 
