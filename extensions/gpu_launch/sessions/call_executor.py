@@ -166,6 +166,7 @@ class _Dispatcher:
         self._running: dict[int, Future[Any]] = {}
         #: Why no call can run any more; empty while one can.
         self._broken = ""
+        self._cause: BaseException | None = None
         self._is_closing = False
         self.thread = threading.Thread(target=self._run, name="gpu_launch executor", daemon=True)
 
@@ -173,13 +174,28 @@ class _Dispatcher:
         try:
             self._start()
             while not (self._is_closing and not self._pending and not self._running):
-                self._handle(self.events.get())
-                # After a cancelled start, the request to cancel the calls comes after them.
-                if not self._broken or self.events.empty():
-                    self._dispatch()
+                try:
+                    self._handle(self.events.get())
+                    # After a cancelled start, the request to cancel the calls comes after them.
+                    if not self._broken or self.events.empty():
+                        self._dispatch()
+                except Exception as error:  # noqa: BLE001 - ipyparallel raises whatever its sockets raise
+                    self._fail(error)
         finally:
             # A thread's edge: its caller waits for the thread alone.
             self._workers.stop()
+
+    def _fail(self, error: Exception) -> None:
+        """End all calls, which cannot be sent or received any more."""
+        self._broken, self._cause = f"the executor failed: {type(error).__name__}: {error}", error
+        while self._running:
+            self._break(self._running.popitem()[1])
+        self._dispatch()
+
+    def _break(self, future: Future[Any]) -> None:
+        broken = BrokenExecutor(self._broken)
+        broken.__cause__ = self._cause
+        future.set_exception(broken)
 
     def _start(self) -> None:
         try:
@@ -187,9 +203,9 @@ class _Dispatcher:
             if self._initializer is not None:
                 self._initialize()
         except GpuLaunchError as error:
-            self._broken = str(error)
+            self._broken, self._cause = str(error), error
         except Exception as error:  # noqa: BLE001 - ipyparallel raises whatever its launchers raise
-            self._broken = f"the workers could not be started: {type(error).__name__}: {error}"
+            self._broken, self._cause = f"the workers could not be started: {type(error).__name__}: {error}", error
 
     def _initialize(self) -> None:
         assert self._initializer is not None  # noqa: S101 - checked by the caller
@@ -201,6 +217,7 @@ class _Dispatcher:
                 calls.load_result(self._workers.read(ended.get()))
             except BaseException as error:  # noqa: BLE001 - whatever the user's function raises
                 self._broken = f"the initializer failed in a worker: {type(error).__name__}: {error}"
+                self._cause = error
 
     def _handle(self, event: _Event) -> None:
         match event:
@@ -215,13 +232,17 @@ class _Dispatcher:
                 self._is_closing = True
 
     def _finish(self, answer: _Answer) -> None:
-        future = self._running.pop(answer.worker)
+        if (future := self._running.get(answer.worker)) is None:
+            # The executor has failed since.
+            return
         try:
             data = self._workers.read(answer.done)
         except WorkerGone as error:
+            del self._running[answer.worker]
             future.set_exception(BrokenExecutor(f"The worker ended while it ran the call: {error}"))
             self._check_left()
             return
+        del self._running[answer.worker]
         self._idle.append(answer.worker)
         try:
             result = calls.load_result(data)
@@ -245,15 +266,16 @@ class _Dispatcher:
         """Give a call to an idle worker; without one it is the first of those that wait."""
         while self._idle and not self._broken:
             worker = self._idle.pop()
+            self._running[worker] = call.future
             try:
                 self._workers.submit(worker, call.payload, self._note_done)
             except WorkerGone:
+                del self._running[worker]
                 self._check_left()
                 continue
-            self._running[worker] = call.future
             return
         if self._broken:
-            call.future.set_exception(BrokenExecutor(self._broken))
+            self._break(call.future)
         else:
             self._pending.appendleft(call)
 

@@ -9,6 +9,7 @@ futures, and of initializers with a logging queue, have no executor or a process
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import os
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import unittest
+from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
 from typing import Any
 
@@ -179,6 +181,44 @@ def test_a_worker_that_ends_fails_its_call_alone() -> None:
             executor.submit(os._exit, 3).result()
         with pytest.raises(BrokenExecutor, match="all workers have ended"):
             executor.submit(pow, 2, 8).result()
+
+
+class FailingWorkers(EngineWorkers):
+    """A worker whose socket fails when it is sent a call, or when its answer is read."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+
+    def start(self) -> list[int]:
+        return [0]
+
+    def submit(self, worker: int, payload: bytes, on_done: Callable[[int, Any], None]) -> None:
+        if self._function == "submit":
+            raise OSError("closed")
+        on_done(worker, None)
+
+    def read(self, done: Any) -> bytes:
+        raise OSError("closed")
+
+    def stop(self) -> None:
+        """Nothing was started."""
+
+
+@pytest.mark.parametrize("function", ["submit", "read"])
+def test_all_calls_end_when_the_workers_cannot_be_used(function: str) -> None:
+    """They, and calls that are submitted later, fail with the cause."""
+
+    class FailingExecutor(Executor):
+        def _build_workers(self, count: int, **_: Any) -> EngineWorkers:
+            return FailingWorkers(function)
+
+    with FailingExecutor(1) as executor:
+        calls = [executor.submit(pow, 2, 8), executor.submit(pow, 2, 8)]
+        concurrent.futures.wait(calls, timeout=60)
+        for call in [*calls, executor.submit(pow, 2, 8)]:
+            with pytest.raises(BrokenExecutor, match="the executor failed: OSError: closed") as caught:
+                call.result(timeout=60)
+            assert isinstance(caught.value.__cause__, OSError)
 
 
 PROGRAM = """
