@@ -260,10 +260,11 @@ def list_jobs(user: Client) -> list[dict[str, Any]]:
 
 
 def test_stacks_of_ranks_that_hang_in_nccl(product: Gpus, start: Start) -> None:
-    """`%gpu_stacks` shows which rank waits for NCCL, and where the other one is."""
+    """`%gpu_stacks` shows which rank waits for NCCL, where the other one is, and which collectives they have called."""
     nodes = min(2, len(count_gpus(product)))
     notebook = start("ada", "cpu")
     notebook.run(HANG)
+    notebook.run("%env GPU_LAUNCH_TORCH_SERVER=1")
     notebook.run(f"%gpu_launch --detach --nnodes {nodes} --nproc-per-node {2 // nodes} hang.py")
     try:
         shown = wait_for(
@@ -274,6 +275,8 @@ def test_stacks_of_ranks_that_hang_in_nccl(product: Gpus, start: Start) -> None:
         )
         assert re.search(r"rank 0: at hang\.py:\d+\s+time\.sleep\(600\)", shown), shown
         assert re.search(r"rank 1: in synchronize at hang\.py:\d+\s+torch\.cuda\.synchronize\(\)", shown), shown
+        counts = "rank 1 called number 2 (all_reduce); rank 0 called number 1 (all_reduce)"
+        assert f"collectives of default_pg (nccl): {counts}" in shown, shown
     finally:
         notebook.kernel.run("%gpu_cancel all")
 

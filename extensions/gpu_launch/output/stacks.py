@@ -50,7 +50,7 @@ class RankStacks:
     text: str = ""
     #: The reason why there are no stacks; empty if there are.
     problem: str = ""
-    #: By process group: the number and the name of the last collective that the rank has called.
+    #: By process group with its backend: the number and the name of the last collective that the rank has called.
     collectives: Mapping[str, tuple[int, str]] | None = None
 
 
@@ -97,12 +97,16 @@ def parse_main_thread(text: str, main: int) -> tuple[Frame, ...]:
 
 
 def parse_trace(text: str) -> dict[str, tuple[int, str]]:
-    """Return the last collective of each process group in torch's flight recorder (JSON, version 2)."""
+    """Return the last collective of each process group in torch's flight recorders (JSON, version 2).
+
+    A group with two backends is two: each backend counts its own collectives.
+    """
     last: dict[str, tuple[int, str]] = {}
-    for entry in json.loads(text).get("entries", []):
-        group, number = str(entry["process_group"][-1]), int(entry["collective_seq_id"])
+    for entry in json.loads(text)["entries"]:
+        backend, _, name = str(entry["profiling_name"]).rpartition(":")
+        group, number = f"{entry['process_group'][-1]} ({backend})", int(entry["collective_seq_id"])
         if not entry.get("is_p2p") and number >= last.get(group, (0, ""))[0]:
-            last[group] = (number, str(entry["profiling_name"]).rpartition(":")[2])
+            last[group] = (number, name)
     return last
 
 

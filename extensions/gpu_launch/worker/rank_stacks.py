@@ -1,7 +1,7 @@
 """Stacks of running ranks: each rank dumps them into a file of its own on a signal, and the agent collects the files.
 
 Python's `faulthandler` writes the dump in the signal handler itself, so that a rank that hangs in native code or holds
-the GIL answers too. A rank may also serve torch's control plane on a Unix socket, whose flight recorder names the
+the GIL answers too. A rank may also serve torch's control plane on a Unix socket, whose flight recorders name the
 collectives of the rank; see `start_torch_server`.
 """
 
@@ -39,6 +39,8 @@ _SOCKET_S = 0.5  # seconds for an answer of torch's control plane
 _MAX_BYTES = 512 * 1024  # of one dump
 _MAX_TRACE_BYTES = 8 * 1024 * 1024
 _SOCKET = ".socket"
+#: Handlers of torch's control plane: the flight recorder of gloo, and that of NCCL, which only builds for CUDA have.
+_RECORDERS = ("fr_trace_json", "dump_nccl_trace_json")
 #: States in /proc/PID/stat, for people.
 _STATES = {"D": "waits in the kernel, such as for a file", "T": "is stopped", "Z": "has ended"}
 
@@ -134,7 +136,7 @@ def collect(pattern: str, ranks: Iterable[int]) -> list[dict[str, Any]]:
     """Return the stacks of ranks of this container, at most about `_DUMP_S` seconds later.
 
     Each is `{"rank", "main", "text", "problem", "trace"}`: the id of the main thread, faulthandler's text, the reason
-    for a person if there is none, and the flight recorder's trace, empty without torch's control plane.
+    for a person if there is none, and the trace of the flight recorders, empty without torch's control plane.
     """
     dumps = [_start_dump(rank, Path(pattern.replace("{rank}", str(rank)))) for rank in ranks]
     pending = [dump for dump in dumps if not dump.problem]
@@ -205,19 +207,24 @@ def _describe_state(pid: int) -> str:
 
 
 def _read_trace(path: str) -> str:
-    """Return torch's flight recorder as JSON; empty where the rank does not serve it."""
+    """Return the entries of torch's flight recorders as JSON; empty where the rank serves none."""
     if not Path(path).is_socket():
         return ""
-    try:
-        body = _ask_torch(path, "fr_trace_json")
-        json.loads(body)
-    except (OSError, ValueError):
-        return ""
-    return body
+    entries: list[Any] = []
+    with contextlib.suppress(OSError):
+        for handler in _RECORDERS:
+            with contextlib.suppress(ValueError):
+                entries += json.loads(_ask_torch(path, handler)).get("entries", [])
+    return json.dumps({"entries": entries}) if entries else ""
 
 
 def _ask_torch(path: str, handler: str) -> str:
-    """Return the answer of a handler of torch's control plane, which closes the connection after it."""
+    """Return the answer of a handler of torch's control plane, which closes the connection after it.
+
+    Raises:
+        OSError: The control plane does not answer.
+        ValueError: It has no such handler.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_SOCKET_S)
         connection.connect(path)

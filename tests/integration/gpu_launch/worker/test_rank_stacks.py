@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import socketserver
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from gpu_launch.common.launch_spec import StartMethod
 from gpu_launch.output import stacks
-from gpu_launch.worker import agent
+from gpu_launch.worker import agent, rank_stacks
 
 SCRIPT = """
     import ctypes, os, sys, time
@@ -98,14 +102,68 @@ def test_flight_recorder_names_the_collectives(node):
         nproc=2,
         environ={"GPU_LAUNCH_TORCH_SERVER": "1"},
     )
-    node.until(lambda: collect(node)[1].collectives == {"default_pg": (2, "barrier")})
+    node.until(lambda: collect(node)[1].collectives == {"default_pg (gloo)": (2, "barrier")})
     found = collect(node)
-    assert found[0].collectives == {"default_pg": (1, "all_reduce")}
+    assert found[0].collectives == {"default_pg (gloo)": (1, "all_reduce")}
     assert stacks.describe_place(found[1].frames) == "in barrier at train.py:10"
     assert stacks.describe_collectives(found) == [
-        "collectives of default_pg: rank 1 called number 2 (barrier); rank 0 called number 1 (all_reduce)"
+        "collectives of default_pg (gloo): rank 1 called number 2 (barrier); rank 0 called number 1 (all_reduce)"
     ]
     assert node.text("stderr") == ""
     sockets = sorted(Path(agent._state.stacks_pattern).parent.glob("*.socket"))
     assert len(sockets) == 2 and all(path.is_socket() for path in sockets)
     agent.finish_run(node.run.run_id)
+
+
+def answer_recorders(path, answers):
+    """Serve torch's control plane on a Unix socket: what its handlers answer, and 404 for others."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_):
+            """Log nothing."""
+
+        def do_POST(self):
+            body = answers.get(self.path.removeprefix("/handler/"), "")
+            self.send_response(200 if body else 404)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+    server = socketserver.ThreadingUnixStreamServer(str(path), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
+
+
+def record(backend, *names):
+    """An answer of torch 2.13's handlers (version 2.10): the fields that are read."""
+    entries = [
+        {"collective_seq_id": number, "process_group": ["0", "default_pg"], "profiling_name": f"{backend}:{name}"}
+        | {"is_p2p": False, "state": "completed"}
+        for number, name in enumerate(names, 1)
+    ]
+    return json.dumps({"entries": entries, "version": "2.10", "pg_config": {}, "pg_status": {}})
+
+
+@pytest.mark.parametrize(
+    ("answers", "collectives"),
+    [
+        ({"fr_trace_json": record("gloo", "barrier")}, {"default_pg (gloo)": (1, "barrier")}),
+        ({"dump_nccl_trace_json": record("nccl", "all_reduce")}, {"default_pg (nccl)": (1, "all_reduce")}),
+        (
+            {
+                "fr_trace_json": record("gloo", "barrier"),
+                "dump_nccl_trace_json": record("nccl", "all_reduce", "broadcast"),
+            },
+            {"default_pg (gloo)": (1, "barrier"), "default_pg (nccl)": (2, "broadcast")},
+        ),
+        ({"fr_trace_json": '{"version": "2.10"}'}, None),
+        ({}, None),
+    ],
+)
+def test_collectives_of_gloo_and_nccl(tmp_path, answers, collectives):
+    """Each has a recorder of its own in torch; a torch without CUDA has gloo's alone."""
+    with answer_recorders(tmp_path / "0.socket", answers) as server:
+        (found,) = rank_stacks.collect(str(tmp_path / "{rank}"), [0])
+        server.shutdown()
+    assert stacks.parse_answer(found, "rig1").collectives == collectives

@@ -112,7 +112,7 @@ def trace(number, name="all_reduce"):
 def test_ranks_that_called_fewer_collectives_are_named():
     ranks = found(*(answer(rank, trace=trace(42)) for rank in range(3)), answer(3, trace=trace(41, "barrier")))
     assert stacks.describe_collectives(ranks) == [
-        "collectives of default_pg: ranks 0-2 called number 42 (all_reduce); rank 3 called number 41 (barrier)"
+        "collectives of default_pg (gloo): ranks 0-2 called number 42 (all_reduce); rank 3 called number 41 (barrier)"
     ]
     assert stacks.describe_collectives(ranks[:3]) == []
     assert stacks.describe_collectives(found(answer(0))) == []
