@@ -66,5 +66,7 @@ try:
 except OSError as error:
     print(f"the examples are not copied: {error}")  # noqa: T201 - into the container's log; no reason not to start
 
+# Where `%tensorboard` shows its page: behind this server's address, in place of the container's port.
+os.environ.setdefault("TENSORBOARD_PROXY_URL", f"{prefix}proxy/%PORT%/")
 # Programs that a user installed with pip are found in kernels too.
 os.environ["PATH"] += os.pathsep + str(Path.home() / ".local" / "bin")
