@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,25 @@ def test_ranks_display_in_tabs(kernel: LabKernel) -> None:
     assert read_tabs(outputs) == {"ranks 0-1": item.format("both")}
     outputs = kernel.run("%%gpu_ranks\nTable(rank) if rank else print('only text')")
     assert read_tabs(outputs) == {"rank 1": item.format(1)}
+
+
+def test_figures_and_data_frames_of_ranks(kernel: LabKernel) -> None:
+    """A figure of matplotlib is a picture and a data frame of pandas a table, in the order of the cell."""
+    outputs = kernel.run(
+        "%%gpu_ranks --nnodes 2\nimport matplotlib.pyplot as plt, pandas\nplt.plot([0, rank + 1])\nplt.show()\n"
+        "pandas.DataFrame({'loss': [rank + 0.5]})"
+    )
+    pages = read_tabs(outputs)
+    assert list(pages) == ["rank 0", "rank 1"]
+    pictures = set()
+    for rank, page in enumerate(pages.values()):
+        picture, table = page.split('<div class="gl-item">')[1:]
+        pictures.add(picture)
+        encoded = re.match(r'<img [^>]*src="data:image/png;base64,([^"]+)"', picture)
+        assert encoded, picture[:200]
+        assert base64.b64decode(encoded[1]).startswith(b"\x89PNG")
+        assert re.search(rf'class="dataframe">.*<th>loss</th>.*<td>{rank}\.5</td>', table, re.DOTALL), table
+    assert len(pictures) == 2, "both ranks show the same picture"
 
 
 def test_a_single_rank_displays_as_a_notebook_does(cpu_kernel: LabKernel) -> None:
