@@ -1,4 +1,4 @@
-"""What happens in a notebook: its kernels, terminals, ranks and files."""
+"""What happens in a notebook: its kernels, terminals, programs, ranks and files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from datetime import datetime
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+
+from gpu_launch.notebook_server.programs import UserPrograms
 
 #: The program of ranks in the notebook's own container, as a part of its command line.
 _RANK_PROGRAM = "gpu_launch.worker"
@@ -22,8 +24,6 @@ class Activity:
     is_busy: bool
     #: Seconds since the last activity of a kernel, terminal or file.
     inactive_s: float
-    #: Whether a program runs in a terminal.
-    is_in_terminal: bool = False
 
 
 def assess(
@@ -32,7 +32,7 @@ def assess(
     started_at: datetime,
     kernels: Iterable[Mapping[str, Any]],
     terminals: Iterable[Mapping[str, Any]],
-    shells: Iterable[int],
+    programs: UserPrograms,
     saved_at: datetime | None,
 ) -> Activity:
     """Return what happens in the notebook.
@@ -42,30 +42,20 @@ def assess(
         started_at: When the server started.
         kernels: The models of the server's kernels, as its API has them.
         terminals: Those of its terminals.
-        shells: The process ids of the terminals' shells. A program that runs in one of them is activity.
+        programs: The programs that run outside of the kernels. Each of them is activity.
         saved_at: When a file was last saved; None if none was.
     """
     kernels = list(kernels)
-    times = [started_at, *filter(None, [saved_at])]
+    times = [started_at, *filter(None, [saved_at, programs.used_at])]
     times += [_parse(model["last_activity"]) for model in (*kernels, *terminals)]
-    is_in_use = any(map(_runs_program, shells))
     return Activity(
         is_busy=any(model.get("execution_state") == "busy" for model in kernels) or has_ranks(),
-        inactive_s=0.0 if is_in_use else max(0.0, (now - max(times)).total_seconds()),
-        is_in_terminal=is_in_use,
+        inactive_s=0.0 if programs.running else max(0.0, (now - max(times)).total_seconds()),
     )
 
 
 def _parse(moment: str | datetime) -> datetime:
     return moment if isinstance(moment, datetime) else datetime.fromisoformat(moment)
-
-
-def _runs_program(shell: int) -> bool:
-    """Return whether a terminal's shell has started a program that has not ended."""
-    try:
-        return bool(psutil.Process(shell).children())
-    except psutil.Error:
-        return False
 
 
 def has_ranks() -> bool:

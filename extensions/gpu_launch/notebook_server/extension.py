@@ -29,8 +29,9 @@ from gpu_launch.common.shared_models import start_linking
 from gpu_launch.errors import BrokerError
 from gpu_launch.notebook_server import activity, lab_routes, recipe_routes
 from gpu_launch.notebook_server.cells import CellWatch
-from gpu_launch.notebook_server.held_cells import HeldCells
+from gpu_launch.notebook_server.held_cells import HeldCells, find_process
 from gpu_launch.notebook_server.notifications import NotificationFeed, NotificationsHandler
+from gpu_launch.notebook_server.programs import UserPrograms, find_programs
 
 #: Time that a report waits for a broker that restarts, and until the next report after a failure, seconds.
 _PATIENCE_S = 5.0
@@ -50,6 +51,9 @@ class IdleReporter:
         self._saved_at: datetime | None = None
         #: When a cell last began, on the monotonic clock; None if none has.
         self._cell_at: float | None = None
+        #: The programs of the last report, and of the last one before the notebook was suspended.
+        self._running: frozenset[Any] = frozenset()
+        self._known: frozenset[Any] = frozenset()
         #: The broker's `IdleView`; None while the notebook is not idle.
         self.idle: dict[str, Any] | None = None
         #: Defects and slowdowns of the notebook's GPUs, as texts.
@@ -75,7 +79,8 @@ class IdleReporter:
     async def report(self) -> float:
         """Report once; return the seconds until the next report."""
         try:
-            answer = await self._call(partial(self._broker.report_activity, self._lease, **self._collect()))
+            state = self._collect(await self._call(self._find_programs))
+            answer = await self._call(partial(self._broker.report_activity, self._lease, **state))
         except BrokerError as error:
             self._server.log.info("The broker was not told of this notebook's activity: %s", error)
             return _RETRY_S
@@ -83,6 +88,8 @@ class IdleReporter:
         self.gpu_problems = [str(problem) for problem in answer.get("gpu_problems", ())]
         self.suspension = answer.get("suspension")
         self._held.set_holding(self.suspension is not None)
+        if self.suspension is None:
+            self._known = self._running
         return float(answer["report_in_s"])
 
     async def keep(self) -> None:
@@ -96,7 +103,17 @@ class IdleReporter:
     async def _call(self, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, function)
 
-    def _collect(self) -> dict[str, Any]:
+    def _find_programs(self) -> UserPrograms:
+        terminals = self._server.web_app.settings.get("terminal_manager")
+        kernels = self._server.kernel_manager
+        pids = [find_process(kernels.get_kernel(kernel)) for kernel in kernels.list_kernel_ids()]
+        return find_programs(
+            server=os.getpid(),
+            shells=[] if terminals is None else [shell.ptyproc.pid for shell in terminals.terminals.values()],
+            kernels=filter(None, pids),
+        )
+
+    def _collect(self, programs: UserPrograms) -> dict[str, Any]:
         self._cells.refresh()
         terminals = self._server.web_app.settings.get("terminal_manager")
         found = activity.assess(
@@ -104,11 +121,12 @@ class IdleReporter:
             started_at=self._server.web_app.settings["started"],
             kernels=self._server.kernel_manager.list_kernels(),
             terminals=[] if terminals is None else terminals.list(),
-            shells=[] if terminals is None else [shell.ptyproc.pid for shell in terminals.terminals.values()],
+            programs=programs,
             saved_at=self._saved_at,
         )
-        # A suspended notebook gets its GPU back for a cell that waits, and for a program in a terminal.
-        wants_gpu = self._held.is_waiting or (self.suspension is not None and found.is_in_terminal)
+        self._running = programs.running
+        # A suspended notebook gets its GPU back for a cell that waits, and for a program that was started meanwhile.
+        wants_gpu = self._held.is_waiting or (self.suspension is not None and bool(self._running - self._known))
         return {
             "is_busy": found.is_busy or self._cells.is_running or wants_gpu,
             "inactive_s": found.inactive_s,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,8 +11,10 @@ import pytest
 
 from gpu_launch.notebook_server import activity
 from gpu_launch.notebook_server.activity import Activity
+from gpu_launch.notebook_server.programs import UserPrograms
 
 NOW = datetime(2026, 11, 23, 12, 0, tzinfo=UTC)
+NONE = UserPrograms(running=frozenset(), used_at=None)
 
 
 def ago(minutes: float) -> datetime:
@@ -32,8 +33,8 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assess(**values: Any) -> Activity:
-    everything = {"now": NOW, "started_at": ago(300), "kernels": [], "terminals": [], "shells": [], "saved_at": None}
-    return activity.assess(**{**everything, **values})
+    everything = {"now": NOW, "started_at": ago(300), "kernels": [], "terminals": [], "saved_at": None}
+    return activity.assess(**{**everything, "programs": NONE, **values})
 
 
 @pytest.mark.parametrize(
@@ -56,27 +57,11 @@ def test_busy_kernel_is_busy(no_ranks: None) -> None:
     assert assess(kernels=[model(1), model(200, "busy")]).is_busy
 
 
-@pytest.fixture
-def shell() -> Iterator[subprocess.Popen[bytes]]:
-    """A shell that waits for its input."""
-    with subprocess.Popen(["sh"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        yield process
-        process.kill()
-
-
-@pytest.mark.process
-def test_program_in_a_terminal_is_activity(no_ranks: None, shell: subprocess.Popen[bytes]) -> None:
-    """A quiet program counts while it runs; a shell at its prompt, or one that has ended, does not."""
-    assert assess(shells=[shell.pid]).inactive_s == 300 * 60
-    assert shell.stdin is not None
-    assert shell.stdout is not None
-    shell.stdin.write(b"sh -c 'echo started; read x' <&0; echo\n")
-    shell.stdin.flush()
-    assert shell.stdout.readline() == b"started\n"
-    assert assess(shells=[shell.pid]) == Activity(is_busy=False, inactive_s=0, is_in_terminal=True)
-    shell.kill()
-    shell.wait()
-    assert assess(shells=[shell.pid]).inactive_s == 300 * 60
+def test_running_program_is_activity(no_ranks: None) -> None:
+    """Also a quiet one; an SSH session at its prompt is as long ago as its terminal was used."""
+    running = UserPrograms(running=frozenset({"a program"}), used_at=None)
+    assert assess(programs=running) == Activity(is_busy=False, inactive_s=0)
+    assert assess(programs=UserPrograms(running=frozenset(), used_at=ago(3))).inactive_s == 180
 
 
 @pytest.mark.process
