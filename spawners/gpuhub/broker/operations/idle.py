@@ -39,17 +39,21 @@ class IdleOperations:
         """
         lease = await access.find_lease(self._core, caller, lease_id)
         limits, problems = self._core.idle.find_limits(lease), views.list_gpu_problems(self._core, lease)
+        if limits is not None:
+            self._core.idle.record_report(lease_id, report)
         if lease.suspension is not None:
             now, cell_s = self._core.clock.now(), report.last_cell_s
             if report.is_busy or (cell_s is not None and now - cell_s > lease.suspension.begun_at):
                 await request_resume(self._core, lease_id)
-            shown = views.view_suspension(self._core, self._core.ledger.snapshot.leases.get(lease_id, lease))
+            lease = self._core.ledger.snapshot.leases.get(lease_id, lease)
             return ActivityAnswer(
-                idle=None, report_in_s=SUSPENDED_REPORT_PERIOD_S, gpu_problems=problems, suspension=shown
+                idle=views.view_idle(self._core, lease),
+                report_in_s=SUSPENDED_REPORT_PERIOD_S,
+                gpu_problems=problems,
+                suspension=views.view_suspension(self._core, lease),
             )
         if limits is None:
             return ActivityAnswer(idle=None, report_in_s=UNUSED_REPORT_PERIOD_S, gpu_problems=problems)
-        self._core.idle.record_report(lease_id, report)
         period_s = idle_policy.choose_report_period(self._core.idle.assess(lease, limits))
         if limits.suspend_after and report.inactive_s >= limits.suspend_after:
             # It may be suspended at any time, and has to learn of it before its user runs a cell.
@@ -109,6 +113,7 @@ class IdleOperations:
             NotFound: the lease does not exist, or it belongs to another user.
         """
         await access.find_lease(self._core, caller, lease_id)
+        self._core.idle.forget_warning(lease_id)
         await request_resume(self._core, lease_id)
         return views.view_lease(self._core, await access.find_lease(self._core, caller, lease_id))
 
@@ -154,7 +159,7 @@ class IdleOperations:
 def _stop(transaction: Transaction, lease: LeaseRow, reason: str) -> None:
     transaction.put_lease(lease_states.shorten(lease, transaction.now, reason))
     name = f"notebook {lease.subject!r}" if lease.subject else "notebook"
-    gpus = ", ".join(f"{gpu.model} on {gpu.node}" for gpu in lease.held)
+    gpus = ", ".join(f"{gpu.model} on {gpu.node}" for gpu in suspension.list_bound_gpus(lease))
     text = f"{lease.owner}'s {name} ({gpus}): {reason}"
     transaction.add_event("lease.reclaimed", text, owner=lease.owner, lease=lease.id)
 

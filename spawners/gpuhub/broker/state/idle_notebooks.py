@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpuhub.broker.state.capacity import Capacity
 from gpuhub.broker.state.ledger import Ledger
-from gpuhub.broker_api.schemas import ActivityReport, LeaseState, Purpose
+from gpuhub.broker_api.schemas import ActivityReport, LeaseState, Purpose, SuspensionState
 from gpuhub.config.containers.idle import IdleSettings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import idle_policy, lease_states, suspension
@@ -34,7 +34,7 @@ class _Record:
 
 
 class IdleNotebooks:
-    """Assesses the notebooks that hold GPUs, where idle ones are stopped."""
+    """Assesses the notebooks that hold GPUs or have lent one, where idle ones are stopped."""
 
     def __init__(self, *, cluster: ClusterSettings, ledger: Ledger, capacity: Capacity, clock: Clock) -> None:
         self._cluster = cluster
@@ -45,11 +45,15 @@ class IdleNotebooks:
         self._records: dict[str, _Record] = {}
 
     def find_limits(self, lease: LeaseRow) -> IdleSettings | None:
-        """Return the settings by which a notebook is stopped or suspended while it is idle; None if it is neither."""
+        """Return the settings by which a notebook is stopped or suspended while it is idle; None if it is neither.
+
+        A suspended one takes memory of its node; while it waits for its GPU, its owner wants it.
+        """
         if not self._is_on or lease.purpose is not Purpose.NOTEBOOK or lease.state is not LeaseState.ACTIVE:
             return None
         profile = self._cluster.profile(lease.profile or "")
-        if not lease.held or profile is None or lease_states.is_expired(lease, self._clock.now()):
+        is_suspended = suspension.find_state(lease) is SuspensionState.SUSPENDED
+        if not (lease.held or is_suspended) or profile is None or lease_states.is_expired(lease, self._clock.now()):
             return None
         limits = profile.idle.merge(self._cluster.idle)
         return limits if limits.is_on or limits.suspend_after else None
@@ -125,7 +129,7 @@ class IdleNotebooks:
             self._records[lease_id].is_refused = True
 
     def forget_warning(self, lease_id: str) -> None:
-        """Have a notebook that is kept warned again for the whole time."""
+        """Have a notebook that is kept or resumed warned again for the whole time."""
         if lease_id in self._records:
             self._records[lease_id].warned_at = None
 

@@ -19,8 +19,8 @@ class IdleSettings(SettingsTable):
     It is never stopped while a cell runs, or while a launch, ranks or a job of it run.
     """
 
-    #: Time without activity after which it is stopped, seconds: no cell runs, no terminal is used, no file is saved,
-    #: and its GPUs compute nothing. "0s": never.
+    #: Time without activity after which it is stopped, also while it is suspended, seconds: no cell runs, no terminal
+    #: and no SSH session is used, no file is saved, and its GPUs compute nothing. "0s": never.
     stop_after: Span0 = 0
     #: Time for which its GPUs are used less than `low_use` after which it is stopped, also if its user is active,
     #: seconds. "0s": never.

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.controllers import idle_controller, suspension_controller
+from gpuhub.broker.controllers import idle_controller, server_restarter, suspension_controller
 from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.config.containers.idle import ProfileIdleSettings
 from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings
 from gpuhub.domain import lease_states
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
-from tests.support.broker.in_process import Running, Setting, asgi_broker, until
+from tests.support.broker.in_process import ACCESS, Running, Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
 from tests.support.docker.simulated_nodes import build_cluster
 
@@ -26,6 +26,7 @@ PROFILES = [
     ProfileSettings(name="cpu", title="No GPU", gpu_count=0),
 ]
 HOUR = 3600.0
+CULLER = {"kind": "service", "name": "gpuhub-idle-culler", "scopes": [ACCESS, "custom:gpuhub:reclaim"]}
 PROCESS, USED_MIB = (4711, 8000), 8192
 
 
@@ -96,6 +97,7 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_controller, "CHECK_PERIOD_S", 0.05)
     monkeypatch.setattr(node_controller, "POLL_PERIOD_S", 0.05)
     monkeypatch.setattr(suspension_controller, "CHECK_PERIOD_S", 0.05)
+    monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
 
 
 async def test_an_idle_notebook_lends_its_gpu_and_gets_it_back(scene: Scene) -> None:
@@ -337,6 +339,42 @@ def _refuse_suspender(method: str) -> None:
         raise NodeUnreachable("node rig1: its Docker daemon cannot be reached")
 
 
+@pytest.mark.parametrize("scene", [with_suspension(stop_after="4h")], indirect=True)
+async def test_a_forgotten_suspended_notebook_is_warned_and_stopped(scene: Scene) -> None:
+    """As one that holds its GPU: its memory is the node's. Its owner's wish to go on begins the warning again."""
+    clock = scene.running.setting.clock
+    assert isinstance(clock, AheadClock)
+    await post_suspended(scene)
+    assert (await scene.report(3 * HOUR))["idle"]["is_warned"] is False
+    await scene.report(4 * HOUR)
+    await until(lambda: _has(scene, "lease.idle"), "its owner is warned")
+    clock.ahead_s += 590
+    scene.node.suspender_outcomes["resume"] = "busy"
+    await post(scene.running, "ada", f"{scene.path}/resume")
+    await scene.wait_for("restoring")
+    clock.ahead_s += 20
+    await scene.report(4.1 * HOUR)
+    assert not await _ask_culler(scene)
+    del scene.node.suspender_outcomes["resume"]
+    await scene.wait_for(None)
+    await post_suspended(scene, 4.2 * HOUR)
+
+    async def is_stopped() -> bool:
+        clock.ahead_s += 60
+        await scene.report(4.2 * HOUR)
+        return await _ask_culler(scene)
+
+    await until(is_stopped, "it is stopped")
+    [event] = await scene.events("lease.reclaimed")
+    assert event == "ada's notebook (RTX 5090 on rig1): stopped after 4 h 12 min without activity; files are kept"
+    await until(lambda: scene.running.setting.hub.stopped == [("ada", "")], "the broker has it stopped as well")
+
+
+async def _ask_culler(scene: Scene) -> bool:
+    scene.running.setting.hub.models["culler"] = CULLER
+    return bool((await post(scene.running, "culler", "/reclaims", {"owner": "ada", "server": ""}))["stop"])
+
+
 async def test_gpu_time_is_not_charged_while_suspended(scene: Scene) -> None:
     """One record goes on after it; fair share counts what was held before and after, also after a restart."""
     clock = scene.running.setting.clock
@@ -358,7 +396,7 @@ async def test_gpu_time_is_not_charged_while_suspended(scene: Scene) -> None:
     assert sum((row.ended_at - row.started_at) * row.gpus for row in stored) == pytest.approx(2 * HOUR, abs=120)
 
 
-async def post_suspended(scene: Scene) -> None:
-    await scene.report(0)
+async def post_suspended(scene: Scene, inactive_s: float = 0.0) -> None:
+    await scene.report(inactive_s)
     await post(scene.running, "ada", f"{scene.path}/suspend")
     await scene.wait_for("suspended")
