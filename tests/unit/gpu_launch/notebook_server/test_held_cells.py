@@ -1,4 +1,4 @@
-"""Cells of a suspended notebook: held in their order, sent on, and forgotten with their kernel or browser."""
+"""Cells of a suspended notebook: held in their order, sent on also without their browser, and forgotten with their kernel."""
 
 from __future__ import annotations
 
@@ -21,26 +21,61 @@ def binary(kind: str, channel: str = "shell") -> bytes:
     return bytes(serialize_msg_to_ws_v1(parts, channel))
 
 
-class Connection:
-    """The part of the server's class that is used."""
-
-    def __init__(self, parent: Any) -> None:
-        self.parent = parent
-        self.sent: list[Any] = []
-        self.is_open = True
-
-    def handle_incoming_message(self, incoming_msg: Any) -> None:
-        self.sent.append(incoming_msg)
-
-    def disconnect(self) -> None:
-        self.is_open = False
-
-
 class Kernel:
-    """A kernel manager."""
+    """A kernel manager, with what the kernel has received by its own channels."""
 
     def __init__(self, pid: int) -> None:
         self.provisioner = type("Provisioner", (), {"pid": pid})()
+        self.has_kernel = True
+        self.received: list[Any] = []
+
+    def connect_shell(self, identity: str) -> Shell:
+        return Shell(self)
+
+
+class Shell:
+    """A channel to a kernel."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.is_closed = False
+
+    def closed(self) -> bool:
+        return self.is_closed
+
+    def flush(self) -> None:
+        """Send nothing: all is sent at once."""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Connection:
+    """The part of the server's class that is used; `page` is the session's id."""
+
+    subprotocol = "v1"
+
+    def __init__(self, parent: Kernel, page: str = "page") -> None:
+        self.parent = parent
+        self.session = type("Session", (), {"session": page, "bsession": page.encode()})()
+        self.channels = {"shell": Shell(parent)}
+        self.is_open = True
+
+    @property
+    def sent(self) -> list[Any]:
+        return self.parent.received
+
+    def connect(self) -> None:
+        self.is_open = True
+
+    def handle_incoming_message(self, incoming_msg: Any) -> None:
+        shell = self.channels.get("shell")
+        assert shell is not None
+        assert not shell.is_closed
+        shell.kernel.received.append(incoming_msg)
+
+    def disconnect(self) -> None:
+        self.is_open = False
 
 
 @pytest.fixture
@@ -93,13 +128,61 @@ def test_cells_for_a_kernel_that_was_restarted_are_forgotten(held: HeldCells) ->
     assert connection.sent == []
 
 
-def test_a_browser_that_is_gone_waits_for_nothing(held: HeldCells) -> None:
-    """Otherwise a GPU would come back without need."""
+@pytest.mark.parametrize("channel", ["kept", "closed", "none"])
+def test_a_cell_runs_without_its_browser(held: HeldCells, channel: str) -> None:
+    """As a running one does: by the channel that the server keeps for the browser, or another one."""
     connection = held.build_connection_class(Connection)(Kernel(7))
     held.set_holding(True)
     connection.handle_incoming_message(text("execute_request"))
     connection.disconnect()
-    assert (held.is_waiting, connection.is_open) == (False, False)
+    if channel == "closed":
+        connection.channels["shell"].close()
+    if channel == "none":
+        connection.channels = {}
+    assert (held.is_waiting, connection.is_open, connection.sent) == (True, False, [])
+    held.set_holding(False)
+    assert connection.sent == [text("execute_request")]
+    assert connection.channels["shell"].is_closed is (channel != "kept")
+    assert not held.is_waiting
+
+
+@pytest.mark.parametrize(("page", "is_closed"), [("page", True), ("page", False), ("reloaded", True)])
+def test_the_next_connection_takes_over_what_waits(held: HeldCells, page: str, is_closed: bool) -> None:
+    """Of the same page, also if the server has not noticed that the last one is gone; before its own cells."""
+    build, kernel = held.build_connection_class(Connection), Kernel(7)
+    lost, other = build(kernel), build(Kernel(8))
+    held.set_holding(True)
+    lost.handle_incoming_message(text("execute_request", number=1))
+    if is_closed:
+        lost.disconnect()
+    back = build(kernel, page)
+    for connection in (other, back):
+        connection.connect()
+    back.handle_incoming_message(text("execute_request", number=2))
+    lost.disconnect()
+    held.set_holding(False)
+    assert back.sent == [text("execute_request", number=1), text("execute_request", number=2)]
+    assert other.sent == []
+
+
+def test_another_page_takes_over_nothing_from_an_open_one(held: HeldCells) -> None:
+    build, kernel = held.build_connection_class(Connection), Kernel(7)
+    first, second = build(kernel), build(kernel, "another")
+    held.set_holding(True)
+    first.handle_incoming_message(text("execute_request"))
+    second.connect()
+    assert (first.holds_cells, second.holds_cells) == (True, False)
+
+
+def test_a_cell_of_a_kernel_that_has_ended_waits_for_nothing(held: HeldCells) -> None:
+    """Otherwise a GPU would come back without need."""
+    kernel = Kernel(7)
+    connection = held.build_connection_class(Connection)(kernel)
+    held.set_holding(True)
+    connection.handle_incoming_message(text("execute_request"))
+    connection.disconnect()
+    kernel.has_kernel = False
+    assert not held.is_waiting
     held.set_holding(False)
     assert connection.sent == []
 
