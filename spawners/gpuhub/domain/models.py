@@ -54,6 +54,8 @@ class ResourceRequest:
     memory_by_gpu: bool = False
     #: Size of /dev/shm; None for the usual one.
     shm_mib: int | None = None
+    #: A notebook that may be suspended for others while it is idle.
+    suspendable: bool = True
 
     @property
     def requirement(self) -> GpuRequirement:

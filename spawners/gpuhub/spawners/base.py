@@ -36,7 +36,7 @@ from gpuhub.web.spawn_form import IMAGE_FIELD, build_spawn_form, find_user_group
 from gpuhub.web.text import describe_holdings, describe_waiting
 
 #: What a start may be asked for.
-SPAWN_OPTIONS = ("profile", "image", "keep")
+SPAWN_OPTIONS = ("profile", "image", "keep", "suspend")
 #: Time for the broker to learn that a persistent notebook is stopped before its container goes, seconds.
 _ANNOUNCE_S, _ANNOUNCE_RETRY_S = 10.0, 1.0
 #: Time between SIGTERM and SIGKILL, seconds; JupyterLab ends on SIGTERM within about a second.
@@ -77,7 +77,7 @@ def render_lines(text: str) -> str:
 
 
 def parse_spawn_options(fields: dict[str, list[str]]) -> dict[str, str]:
-    """Return the form's fields as user options: `{"profile": name}`, `image` where another one was chosen, and `keep`.
+    """Return the form's fields as user options: `{"profile": name}`, and those of `SPAWN_OPTIONS` that were chosen.
 
     The form has one choice of images for each profile that offers several, `image-NAME`; that of the profile counts.
 
@@ -87,7 +87,7 @@ def parse_spawn_options(fields: dict[str, list[str]]) -> dict[str, str]:
     for key, values in fields.items():
         if key not in SPAWN_OPTIONS and not key.startswith(IMAGE_FIELD):
             raise SpawnFailed(
-                f"The form has no field {key[:40]!r}, only profile, image and keep.", reason="invalid-request"
+                f"The form has no field {key[:40]!r}, only {', '.join(SPAWN_OPTIONS)}.", reason="invalid-request"
             )
         if len(values) != 1:
             raise SpawnFailed(f"Exactly one {key.partition('-')[0]} can be chosen.", reason="invalid-request")
@@ -98,7 +98,7 @@ def parse_spawn_options(fields: dict[str, list[str]]) -> dict[str, str]:
     (profile,) = fields["profile"]
     images = fields.get("image") or fields.get(f"{IMAGE_FIELD}{profile}")
     options = {"profile": profile, "image": images[0]} if images else {"profile": profile}
-    return options | ({"keep": fields["keep"][0]} if "keep" in fields else {})
+    return options | {name: fields[name][0] for name in ("keep", "suspend") if name in fields}
 
 
 def is_kept(options: Mapping[str, object]) -> bool:
@@ -107,9 +107,22 @@ def is_kept(options: Mapping[str, object]) -> bool:
     Raises:
         InvalidRequest: The option has another value than yes, no, true or false.
     """
-    value = options.get("keep", False)
+    return _parse_switch(options, "keep", default=False)
+
+
+def is_suspendable(options: Mapping[str, object]) -> bool:
+    """Return whether the notebook may be suspended for others while it is idle.
+
+    Raises:
+        InvalidRequest: As for `is_kept`.
+    """
+    return _parse_switch(options, "suspend", default=True)
+
+
+def _parse_switch(options: Mapping[str, object], name: str, *, default: bool) -> bool:
+    value = options.get(name, default)
     if value not in (True, False, "yes", "no"):
-        raise InvalidRequest(f"keep: {str(value)[:40]!r} is neither yes nor no")
+        raise InvalidRequest(f"{name}: {str(value)[:40]!r} is neither yes nor no")
     return value in (True, "yes")
 
 
@@ -262,6 +275,7 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
             groups,
             persistent=keep,
             image=profile.image if keep and self.user_options.get("image") else None,
+            suspendable=is_suspendable(self.user_options),
         )
 
     async def release_lease(self, *, wait: bool) -> None:

@@ -80,6 +80,7 @@ async def claim_lease(
     *,
     persistent: bool = False,
     image: str | None = None,
+    suspendable: bool = True,
 ) -> tuple[LeaseView, bool]:
     """Return the notebook's lease, and whether it existed before (for example after a restart of the hub).
 
@@ -88,6 +89,7 @@ async def claim_lease(
     Args:
         groups: The owner's groups in the hub, for limits and reservations.
         persistent: Ask again for its GPUs when its container was lost, then with this image.
+        suspendable: Whether it may be suspended for others while it is idle.
 
     Raises:
         GpuhubError: The broker refuses or does not answer.
@@ -105,6 +107,7 @@ async def claim_lease(
         groups=select_groups(groups),
         persistent=persistent,
         image=image,
+        suspendable=suspendable,
     )
     return await broker.request_lease(request), False
 

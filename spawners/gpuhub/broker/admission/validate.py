@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuhub.broker.state import effects
 from gpuhub.broker.state.transaction import Transaction
@@ -60,7 +60,7 @@ def build_notebook_lease(
         purpose=Purpose.NOTEBOOK,
         subject=request.server,
         profile=profile.name,
-        resources=build_profile_resources(cluster, profile),
+        resources=replace(build_profile_resources(cluster, profile), suspendable=request.suspendable),
         created_at=transaction.now,
         since=transaction.now,
         time_limit_s=choose_time_limit(asked=request.time_limit_s, usual=profile.time_limit, longest=longest),

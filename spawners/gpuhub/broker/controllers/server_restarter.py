@@ -81,6 +81,8 @@ def build_options(lease: LeaseRow) -> dict[str, str]:
     options = {"profile": lease.profile or ""}
     if lease.image is not None:
         options["image"] = lease.image
+    if not lease.resources.suspendable:
+        options["suspend"] = "no"
     return options | ({"keep": "yes"} if lease.is_persistent else {})
 
 

@@ -116,7 +116,7 @@ class IdleNotebooks:
         holders = []
         for lease, limits in self.list_leases():
             inactive_s = self.find_inactive_s(lease)
-            is_kept = (lease.kept_until or 0.0) > self._clock.now()
+            is_kept = not lease.resources.suspendable or (lease.kept_until or 0.0) > self._clock.now()
             if not limits.suspend_after or inactive_s is None or inactive_s < limits.suspend_after or is_kept:
                 continue
             if not self._records[lease.id].is_refused and self.explain_unsuspendable(lease) is None:

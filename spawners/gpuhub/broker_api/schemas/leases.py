@@ -186,6 +186,8 @@ class LeaseRequest(WireModel):
     persistent: bool = False
     #: The image that the notebook is started with again; None for the profile's.
     image: Annotated[str, StringConstraints(min_length=1, max_length=255)] | None = None
+    #: Whether it may be suspended for others while it is idle, where the profile's settings say so.
+    suspendable: bool = True
 
 
 class LeaseView(WireModel):

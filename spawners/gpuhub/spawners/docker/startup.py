@@ -24,7 +24,7 @@ from gpuhub.docker.containers.container_lifecycle import translate_mount_errors
 from gpuhub.docker.containers.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
 from gpuhub.docker.containers.firewall_container import ensure_firewall
 from gpuhub.docker.containers.service_access import find_offered_services
-from gpuhub.spawners.base import SPAWN_OPTIONS, is_kept
+from gpuhub.spawners.base import SPAWN_OPTIONS, is_kept, is_suspendable
 from gpuhub.spawners.readiness import wait_container_ready
 from gpuhub.tls import notebook_certificate
 
@@ -270,8 +270,8 @@ def choose_profile(
     unknown = sorted(str(key)[:40] for key in options if key not in SPAWN_OPTIONS)
     if unknown:
         raise InvalidRequest(
-            f"There is no option {', '.join(unknown)}; there are image (one of the profile's), keep (yes or no) and "
-            f"profile, one of: {valid}"
+            f"There is no option {', '.join(unknown)}; there are image (one of the profile's), keep and suspend "
+            f"(yes or no) and profile, one of: {valid}"
         )
     name = options.get("profile")
     if name is None:
@@ -281,6 +281,7 @@ def choose_profile(
         raise InvalidRequest(f"There is no profile {str(name)[:60]!r}; choose one of: {valid}")
     profile.check_groups(owner, groups)
     is_kept(options)
+    is_suspendable(options)
     image = options.get("image")
     return profile.with_image(None if image is None else str(image))
 

@@ -11,7 +11,7 @@ import pytest
 
 from gpuhub.common.errors import BrokerUnreachable, InvalidRequest
 from gpuhub.spawners import base
-from gpuhub.spawners.base import LeasedSpawner, SpawnFailed, is_kept, parse_spawn_options
+from gpuhub.spawners.base import LeasedSpawner, SpawnFailed, is_kept, is_suspendable, parse_spawn_options
 
 
 class FakeBroker:
@@ -99,6 +99,10 @@ def test_option_of_the_form_and_of_the_rest_api(value: object, expected: bool) -
 def test_other_values_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="keep: 'maybe' is neither yes nor no"):
         is_kept({"keep": "maybe"})
+    with pytest.raises(InvalidRequest, match="suspend: 'maybe' is neither yes nor no"):
+        is_suspendable({"suspend": "maybe"})
+    assert [is_suspendable(options) for options in ({}, {"suspend": "yes"}, {"suspend": "no"})] == [True, True, False]
+    assert parse_spawn_options({"profile": ["big"], "suspend": ["no"]}) == {"profile": "big", "suspend": "no"}
     assert parse_spawn_options({"profile": ["big"], "keep": ["yes"]}) == {"profile": "big", "keep": "yes"}
     with pytest.raises(SpawnFailed):
         parse_spawn_options({"profile": ["big"], "keep": ["yes", "no"]})

@@ -17,7 +17,7 @@ from gpuhub.broker_api.schemas import (
     ProfileView,
     Purpose,
 )
-from gpuhub.config.settings import ClusterSettings, GroupSettings
+from gpuhub.config.settings import ClusterSettings, GroupSettings, IdleSettings
 from gpuhub.spawners.base import SpawnFailed, parse_spawn_options
 from gpuhub.storage.home_usage import HomeUsage
 from gpuhub.web.handlers import ClusterCaches
@@ -83,6 +83,14 @@ def test_form_is_complete_without_the_broker(cluster: ClusterSettings) -> None:
     assert html.count('type="radio"') == 3
     assert html.count(" checked") == 1
     assert "free GPUs are unknown" in html
+
+
+def test_form_offers_not_to_lend_the_gpu_where_idle_notebooks_do(cluster: ClusterSettings) -> None:
+    """The last choice is selected."""
+    assert "gpuhub-suspend" not in render_form(cluster, None, last_profile=None)
+    lending = cluster.model_copy(update={"idle": IdleSettings(suspend_after="10m")})
+    assert 'name="suspend" value="no" id="gpuhub-suspend" >' in render_form(lending, None, last_profile=None)
+    assert 'id="gpuhub-suspend" checked>' in render_form(lending, None, last_profile=None, is_suspendable=False)
 
 
 async def test_form_offers_to_keep_the_notebook_where_that_works(cluster: ClusterSettings) -> None:

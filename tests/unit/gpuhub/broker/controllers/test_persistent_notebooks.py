@@ -31,7 +31,9 @@ def find_open(running: Running, owner: str) -> list[str]:
 async def test_lost_notebook_waits_again_and_is_started_by_the_hub(setting: Setting) -> None:
     """Its request is behind those that waited already, with the same profile and image; its owner is notified."""
     async with asgi_broker(setting) as running:
-        lost = await ask(running, "spawner", owner="ada", server="work", persistent=True, image="lab/other:1")
+        lost = await ask(
+            running, "spawner", owner="ada", server="work", persistent=True, image="lab/other:1", suspendable=False
+        )
         assert lost["persistent"]
         container = await run_notebook(running, lost)
         earlier = await ask(running, "ben")
@@ -40,7 +42,8 @@ async def test_lost_notebook_waits_again_and_is_started_by_the_hub(setting: Sett
         await wait_for_state(running, f"/leases/{earlier['id']}", "granted")
         await until(lambda: "requested" in find_open(running, "ada"), "ada's notebook asks again")
         await until(lambda: ("ada", "work", "rtx5090") in setting.hub.started, "the hub is asked for ada's server")
-        assert setting.hub.options["ada", "work"] == {"profile": "rtx5090", "image": "lab/other:1", "keep": "yes"}
+        chosen = {"profile": "rtx5090", "image": "lab/other:1", "keep": "yes", "suspend": "no"}
+        assert setting.hub.options["ada", "work"] == chosen
         (again,) = [lease for lease in await read(running, "ada", "/leases") if lease["state"] == "requested"]
         assert (again["subject"], again["persistent"], again["position"]) == ("work", True, 1)
         events = await read(running, "ada", "/events")

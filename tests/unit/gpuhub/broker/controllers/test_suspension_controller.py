@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +154,17 @@ async def test_a_cell_that_ran_meanwhile_brings_the_gpu_back(scene: Scene) -> No
     assert (await scene.wait_for("suspended"))["state"] == "active"
 
 
-@pytest.mark.parametrize("why", ["busy", "recent", "kept", "nobody waits", "another model", "another profile"])
+@pytest.mark.parametrize(
+    "why", ["busy", "recent", "kept", "unwilling", "nobody waits", "another model", "another profile"]
+)
 async def test_only_idle_notebooks_are_suspended_and_only_for_others_who_wait(scene: Scene, why: str) -> None:
-    """A running cell, ten minutes that are not over, keeping, and requests that the GPU would not serve."""
-    if why == "kept":
-        lease = scene.running.core.ledger.snapshot.leases[scene.lease["id"]]
-        kept = lease.evolve(kept_until=scene.running.core.clock.now() + HOUR)
-        await scene.running.core.ledger.change(lambda transaction: transaction.put_lease(kept))
+    """A running cell, ten minutes that are not over, keeping, an unwilling owner, and requests that it would not serve."""
+    lease = scene.running.core.ledger.snapshot.leases[scene.lease["id"]]
+    changed = {
+        "kept": lease.evolve(kept_until=scene.running.core.clock.now() + HOUR),
+        "unwilling": lease.evolve(resources=replace(lease.resources, suspendable=False)),
+    }
+    await scene.running.core.ledger.change(lambda transaction: transaction.put_lease(changed.get(why, lease)))
     await scene.report(60 if why == "recent" else HOUR, is_busy=why == "busy")
     if why == "another model":
         first = await ask(scene.running, "ben", profile="rtx5070")
