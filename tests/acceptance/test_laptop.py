@@ -186,9 +186,9 @@ def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop
 
 def test_server_of_a_job_has_an_address_of_the_hub(laptop: Laptop, ada: User, make_user: Callable[[str], User]):
     """Its owner and a named user open it in their browsers, and a program with a token."""
+    ben = make_user("ben")
     words = ("--port", "8000", "--allow-user", "ben", "--no-python", "python", "serve.py")
     started = json.loads(laptop.run("run", "--detach", "--json", *words))
-    ben = make_user("ben")
     for user in (ada, ben):
         user.page.goto(f"{started['url']}a?b=c")
         # Until the server listens, the page tries again by itself.

@@ -20,6 +20,7 @@ from gpuhub.backends.builtin import BuiltinBackend
 from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
+from gpuhub.broker.admission.users import UserDirectory
 from gpuhub.broker.api import dependencies, problems
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
@@ -74,7 +75,7 @@ from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker.operations.notebook_shares import NotebookShareOperations
 from gpuhub.broker.operations.notifications import NotificationOperations
 from gpuhub.broker.operations.operations import BrokerOperations
-from gpuhub.broker.operations.output_shares import ShareOperations, UserDirectory
+from gpuhub.broker.operations.output_shares import ShareOperations
 from gpuhub.broker.operations.power import PowerOperations
 from gpuhub.broker.operations.recipes import RecipeOperations
 from gpuhub.broker.operations.services import ServiceOperations
@@ -243,7 +244,7 @@ def create_app(
             audit_log.close()
 
     app = _build_empty_app(lifespan)
-    operations = BrokerOperations(core, backend)
+    operations = BrokerOperations(core, backend, hub)
     exporter = MetricsExporter(
         core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
     )

@@ -26,6 +26,7 @@ from gpuhub.domain.models import Identity, LeaseRow
 from gpuhub.nodes.inventory import GpuReading, NodeStatus, build_inventory
 from gpuhub.slurm_client.interface import SlurmClient
 from gpuhub.slurm_client.models import Submitter
+from tests.support.broker.in_process import StubHub
 from tests.support.docker.simulated_nodes import CLOSET, build_cluster
 from tests.support.slurm.scripted_slurm import UIDS, ScriptedSlurm
 
@@ -125,7 +126,7 @@ class BrokerEnvironment:
             core,
             backend,
             BackendController(core, backend),
-            BrokerOperations(core, backend),
+            BrokerOperations(core, backend, StubHub()),
             AdminOperations(core, backend),
         )
         for node in self.cluster.nodes:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from gpuhub.broker import audit
+from gpuhub.broker.admission.users import UserDirectory
 from gpuhub.broker.files.user_files import FileStream, UserFiles, check_relative_path
-from gpuhub.broker.operations.output_shares import UserDirectory, require_viewer
+from gpuhub.broker.operations.output_shares import require_viewer
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.views import serializers
 from gpuhub.broker_api.schemas import OutputShareView

@@ -14,6 +14,7 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.admission import access
 from gpuhub.broker.admission import extend as extensions
 from gpuhub.broker.admission.submit import AdmissionController
+from gpuhub.broker.admission.users import UserDirectory, require_user
 from gpuhub.broker.operations.admin import require_admin
 from gpuhub.broker.operations.long_polls import ReadVersion, wait_for_change
 from gpuhub.broker.state import mutations
@@ -52,9 +53,11 @@ MAX_JOBS = 200
 class BrokerOperations:
     """The operations that the HTTP API offers, with the checks of the callers' rights."""
 
-    def __init__(self, core: BrokerState, backend: SchedulingBackend) -> None:
+    def __init__(self, core: BrokerState, backend: SchedulingBackend, users: UserDirectory) -> None:
+        """`users` are the hub's."""
         self._core = core
         self._backend = backend
+        self._users = users
         self._admission = AdmissionController(core, backend.admit)
         self._cluster_views = ClusterViewCache(core, backend)
         self._streams = access.ConcurrencyLimiter()
@@ -210,8 +213,11 @@ class BrokerOperations:
 
         Raises:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
+            NotFound: the hub has no user of a name in `port_users`.
         """
         self._validate(request)
+        for name in request.port_users:
+            await require_user(self._users, name)
         job = await self._admission.submit_job(caller, request)
         return await self.job(caller, job.id)
 

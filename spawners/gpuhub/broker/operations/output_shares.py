@@ -6,10 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from gpuhub.broker import audit
 from gpuhub.broker.admission import access
+from gpuhub.broker.admission.users import UserDirectory, require_user
 from gpuhub.broker.files.user_files import FileStream, UserFiles
 from gpuhub.broker.operations.live import PERIOD_S
 from gpuhub.broker.state.broker_state import BrokerState
@@ -19,18 +19,6 @@ from gpuhub.broker_api.schemas.live import SharedJobView
 from gpuhub.common.errors import InvalidRequest, NotAllowed, NotFound
 from gpuhub.domain.clock import wait_event
 from gpuhub.domain.models import Identity, JobRow, LeasedGpu, OutputShareRow
-
-
-class UserDirectory(Protocol):
-    """The part of the hub's API that knows users."""
-
-    async def has_user(self, name: str) -> bool:
-        """Return whether the hub has a user of this name, which it has after the first login.
-
-        Raises:
-            HubUnreachable: the hub does not answer.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +179,7 @@ async def require_viewer(users: UserDirectory, owner: str, viewer: str, whose: s
     """
     if viewer == owner:
         raise InvalidRequest(f"{viewer} is {whose} owner: name another user")
-    if not await users.has_user(viewer):
-        raise NotFound(f"the hub has no user {viewer!r}: a user exists there after the first login")
+    await require_user(users, viewer)
 
 
 def _view(rows: Sequence[OutputShareRow], caller: Identity) -> list[OutputShareView]:

@@ -23,7 +23,7 @@ Ended = Annotated[bool, Query(description="Also jobs that ended within `[jobs] r
 api = create_router("jobs")
 
 
-@api.post("/jobs", status_code=201, responses=document_problems(409, 413, 422, 429))
+@api.post("/jobs", status_code=201, responses=document_problems(404, 409, 413, 422, 429))
 async def post_job(body: JobRequest, caller: Caller, broker: Broker) -> JobView:
     """Request workers, all or none; a run that has a job already gets that one."""
     return await broker.request_job(caller, body)

@@ -247,6 +247,15 @@ def test_jobs_without_a_port_have_none(running: Running) -> None:
     assert running.send("POST", "/api/v1/jobs/arrays", json=array).status_code == 422
 
 
+def test_port_is_for_users_of_the_hub(running: Running) -> None:
+    """A misspelt name is refused, instead of waiting for someone who takes it."""
+    running.setting.hub.unknown_users.add("bne")
+    body = {"run_id": "run-000004", "detached": True, "port": 80, "port_users": ["ben", "bne"]}
+    refused = running.send("POST", "/api/v1/jobs", json=body)
+    assert refused.status_code == 404
+    assert refused.json()["detail"] == "the hub has no user 'bne': a user exists there after the first login"
+
+
 def test_port_survives_a_restart_of_the_broker(setting: Setting, server: PortServer) -> None:
     """Who may use it is in the store; visits are opened again."""
     with served_broker(setting) as running:
