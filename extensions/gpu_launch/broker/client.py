@@ -11,6 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Self
 
 from gpu_launch.broker import models
@@ -166,6 +167,17 @@ class BrokerClient:
         if max_running is not None:
             body["max_running"] = max_running
         return [models.parse_job(task) for task in self._request("POST", "/jobs/arrays", body=body)]
+
+    def check_job(self, *, count: int | None, demand: GpuRequest, **job: Any) -> None:
+        """Refuse what `create_job`, or `create_array` of `count` tasks, would be refused for; create nothing.
+
+        `job` has the other arguments of `create_job`. A broker of an earlier version checks nothing.
+        """
+        try:
+            self._request("POST", "/jobs/check", body={"job": _build_job_request(demand, **job), "count": count})
+        except BrokerError as error:
+            if error.status != HTTPStatus.METHOD_NOT_ALLOWED:
+                raise
 
     def list_jobs(self, *, ended: bool = False) -> list[models.Job]:
         """Return the owner's jobs, newest first; with `ended` also those that ended recently."""

@@ -37,6 +37,10 @@ class FakeHub:
     shares: list[dict[str, Any]] = field(default_factory=list)
     #: Bodies of `POST /jobs`.
     asked: list[dict[str, Any]] = field(default_factory=list)
+    #: Why the broker refuses a job at its check, and at its request; empty for none.
+    check_refusal: str = ""
+    job_refusal: str = ""
+    has_containers: bool = True
     #: Responses that replace the broker's; None for none.
     outage: int | None = None
     has_broker: bool = True
@@ -220,7 +224,8 @@ def build_app(hub: FakeHub) -> FastAPI:
             for node, models in CARDS.items()
         ]
         waiting = sum(job["state"] == "waiting" for job in hub.jobs.values())
-        return {"nodes": nodes, "waiting": waiting, "profiles": hub.profiles}
+        capabilities = {"containers": hub.has_containers}
+        return {"nodes": nodes, "waiting": waiting, "profiles": hub.profiles, "capabilities": capabilities}
 
     @app.get(f"{BASE}/recipes")
     async def recipes() -> Any:
@@ -322,12 +327,18 @@ def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
         body = await request.json()
         if not (hub.home / ".gpu_launch" / "jobs" / body["run_id"] / "job.json").is_file():
             return _problem(422, "there is no order")
+        if hub.job_refusal:
+            return _problem(422, hub.job_refusal)
         job = hub.add(body["run_id"], name=body.get("name", ""), detached=body.get("detached", False))
         job.update(nnodes=body["nnodes"], nproc_per_node=body["nproc_per_node"])
         # Last: a test that waits for it finds the job.
         job.update(port=body.get("port"), port_users=body.get("port_users", []))
         hub.asked.append(body)
         return job
+
+    @app.post(f"{BASE}/jobs/check")
+    async def check() -> Response:
+        return _problem(422, hub.check_refusal) if hub.check_refusal else Response(status_code=204)
 
     @app.post(f"{BASE}/jobs/arrays", status_code=201)
     async def post_array(request: Request) -> Any:

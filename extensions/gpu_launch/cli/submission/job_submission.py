@@ -17,7 +17,7 @@ from gpu_launch.cli.jobs import build_port_url, list_own_jobs, note_port
 from gpu_launch.cli.submission import node_layout, upload
 from gpu_launch.cli.submission.upload import JobSubmission, UploadSet, load_text, send_job
 from gpu_launch.common import job_manifest, run_folder
-from gpu_launch.errors import UsageError
+from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.launch import plan
 from gpu_launch.options import command
 from gpu_launch.options.definition import LaunchOptions
@@ -221,8 +221,10 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
 
     Raises:
         Ended: with the job's exit status.
+        BrokerError: the job is refused; nothing was sent, unless the cluster has changed during the upload.
     """
     is_followed = not detach and job.indexes is None
+    check(context, job)
     if dry_run:
         context.console.print_result(build_plan_json(job, batch=not is_followed), format_plan(job))
         return
@@ -230,6 +232,10 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
     send_job(context, job, run_id)
     try:
         jobs = _request_jobs(context, job, run_id, batch=not is_followed)
+    except BrokerError:
+        if job.manifest.folder:
+            context.console.print_note(f"gpu-launch: the files that were sent are in ~/{job.manifest.folder}")
+        raise
     except KeyboardInterrupt:
         # The broker may have accepted it: an interrupted request must not run unseen.
         for other in context.broker.list_jobs():
@@ -264,8 +270,25 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
         context.console.print_result({"array": run_id, "folder": job.manifest.folder, "tasks": tasks}, run_id)
 
 
+def check(context: Context, job: JobSubmission) -> None:
+    """Let the broker check a job before its files are sent.
+
+    Raises:
+        BrokerError: the job would be refused.
+    """
+    count = None if job.indexes is None else len(job.indexes)
+    context.broker.check_job(count=count, **_build_request(job, run_folder.new_run_id(), batch=True))
+
+
 def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: bool) -> list[Job]:
-    request: dict[str, Any] = {
+    request = _build_request(job, run_id, batch=batch)
+    if job.indexes is None:
+        return [context.broker.create_job(**request)]
+    return context.broker.create_array(count=len(job.indexes), max_running=job.max_running, **request)
+
+
+def _build_request(job: JobSubmission, run_id: str, *, batch: bool) -> dict[str, Any]:
+    return {
         "run_id": run_id,
         "nnodes": job.nnodes,
         "min_nnodes": job.least_nnodes,
@@ -284,9 +307,6 @@ def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: b
         "port_users": job.port_users,
         "sleeps": job.sleeps,
     }
-    if job.indexes is None:
-        return [context.broker.create_job(**request)]
-    return context.broker.create_array(count=len(job.indexes), max_running=job.max_running, **request)
 
 
 def build_plan_json(job: JobSubmission, *, batch: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gpuhub.broker.admission.validate import Requester
 from gpuhub.broker.state import chains
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.broker_api.schemas import ArrayRequest, JobRequest, LeaseRequest, LeaseState
+from gpuhub.broker_api.schemas import ArrayRequest, JobCheckRequest, JobRequest, LeaseRequest, LeaseState
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NotAllowed
 from gpuhub.common.gpu import GpuSpec
@@ -84,7 +84,8 @@ class AdmissionController:
         existing = await asyncio.to_thread(self._core.store.find_jobs_by_run, who.name, [request.run_id])
         if request.run_id in existing:
             return existing[request.run_id]
-        return (await self._add_all(who, [request], _Links(after=request.after), {}))[0]
+        edit = await self._build_edit(who, [request], _Links(after=request.after), {})
+        return (await self._core.ledger.change(edit))[0]
 
     async def submit_array(self, who: Identity, request: ArrayRequest) -> list[JobRow]:
         """Submit the jobs of an array; see `BrokerOperations.request_array`."""
@@ -96,12 +97,29 @@ class AdmissionController:
         )
         if len(existing) == len(requests):
             return [existing[request_item.run_id] for request_item in requests]
-        return await self._add_all(
+        edit = await self._build_edit(
             who,
             requests,
             _Links(array=request.job.run_id, limit=request.max_running, after=request.job.after),
             existing,
         )
+        return await self._core.ledger.change(edit)
+
+    async def check_jobs(self, who: Identity, request: JobCheckRequest) -> None:
+        """Refuse what `submit_job` or `submit_array` would refuse, and submit nothing."""
+        _check_is_user(who)
+        job = request.job
+        requests = [job] if request.count is None else split_array(ArrayRequest(job=job, count=request.count))
+        array = None if request.count is None else job.run_id
+        edit = await self._build_edit(who, requests, _Links(array=array, after=job.after), {})
+
+        def check(transaction: Transaction) -> None:
+            start = transaction.savepoint()
+            edit(transaction)
+            transaction.rollback_to(start)
+            self._creations.refund(who.name, len(requests) - limits.count_array(len(requests)))
+
+        await self._core.ledger.change(check)
 
     # -- checks and edits -------------------------------------------------------------------------------------------
 
@@ -143,9 +161,10 @@ class AdmissionController:
         limits.check_count_limits(transaction, requester)
         return transaction.put_lease(lease)
 
-    async def _add_all(
+    async def _build_edit(
         self, who: Identity, requests: list[JobRequest], links: _Links, existing: dict[str, JobRow]
-    ) -> list[JobRow]:
+    ) -> Callable[[Transaction], list[JobRow]]:
+        """Return the change that adds these jobs, less those that exist."""
         earlier: Sequence[JobRow] = ()
         if links.after is not None:
             earlier = await asyncio.to_thread(self._core.store.find_run_or_array, who.name, links.after)
@@ -176,7 +195,7 @@ class AdmissionController:
                 chains.fill_array(transaction, who.name, links.array)
             return [present.get(run) or added[run] for run in _runs(requests)]
 
-        return await self._core.ledger.change(edit)
+        return edit
 
     @contextmanager
     def _count_creations(self, owner: str, count: int) -> Iterator[None]:

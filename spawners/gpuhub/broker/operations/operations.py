@@ -28,6 +28,7 @@ from gpuhub.broker_api.schemas import (
     ArrayRequest,
     EventView,
     ExtensionRequest,
+    JobCheckRequest,
     JobRequest,
     JobState,
     JobView,
@@ -215,9 +216,7 @@ class BrokerOperations:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
             NotFound: the hub has no user of a name in `port_users`.
         """
-        self._validate(request)
-        for name in request.port_users:
-            await require_user(self._users, name)
+        await self._validate(request)
         job = await self._admission.submit_job(caller, request)
         return await self.job(caller, job.id)
 
@@ -227,15 +226,24 @@ class BrokerOperations:
         Raises:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
         """
-        self._validate(request.job)
-        if request.job.port is not None:
-            raise InvalidRequest("port: the jobs of an array have none; request a single job")
+        await self._validate(request.job, is_array=True)
         rows = await self._admission.submit_array(caller, request)
         if all(row.id in self._core.ledger.snapshot.jobs for row in rows):
             return await self._view_jobs([row.id for row in rows])
         return [await self.job(caller, row.id) for row in rows]
 
-    def _validate(self, request: JobRequest) -> None:
+    async def check_job(self, caller: Identity, request: JobCheckRequest) -> None:
+        """Refuse what `request_job` or `request_array` would refuse, and request nothing.
+
+        Raises:
+            NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs, NotFound: likewise.
+        """
+        await self._validate(request.job, is_array=request.count is not None)
+        await self._admission.check_jobs(caller, request)
+
+    async def _validate(self, request: JobRequest, *, is_array: bool = False) -> None:
+        if is_array and request.port is not None:
+            raise InvalidRequest("port: the jobs of an array have none; request a single job")
         self._backend.validate_request(request)
         if request.max_retries and not self._backend.capabilities.containers:
             raise InvalidRequest("max_retries: a job on nodes without Docker cannot start again; leave it at 0")
@@ -243,6 +251,8 @@ class BrokerOperations:
             raise InvalidRequest(
                 "port: on nodes without Docker, other users' programs could answer at a job's port; leave it out"
             )
+        for name in request.port_users:
+            await require_user(self._users, name)
 
     async def job(self, caller: Identity, job_id: str) -> JobView:
         """Return a job, ended or not.

@@ -29,6 +29,7 @@ from gpuhub.broker_api.schemas.cluster import (
 from gpuhub.broker_api.schemas.costs import CostView, ReportDimension, ReportRow, ReportView
 from gpuhub.broker_api.schemas.jobs import (
     ArrayRequest,
+    JobCheckRequest,
     JobRequest,
     JobState,
     JobView,
@@ -103,6 +104,7 @@ __all__ = [
     "HolderView",
     "IdleReason",
     "IdleView",
+    "JobCheckRequest",
     "JobRequest",
     "JobState",
     "JobView",

@@ -110,6 +110,14 @@ class ArrayRequest(WireModel):
     max_running: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
+class JobCheckRequest(WireModel):
+    """Request to check a job, or an array of `count` of them, before its files are uploaded."""
+
+    job: JobRequest
+    #: None for a single job.
+    count: Annotated[int, Field(ge=1, le=1000)] | None = None
+
+
 class JobState(StrEnum):
     """State of a job. `ended` is final, with the reason in `reason`; a preempted job becomes `waiting` again."""
 

@@ -9,7 +9,7 @@ from fastapi import Depends, Query, Request, Response
 from gpuhub.broker.api.dependencies import Broker, Caller, ResourceId, Version, WaitS, create_router, render_list
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.recipes import RecipeOperations
-from gpuhub.broker_api.schemas import ArrayRequest, JobRequest, JobView, RecipeView
+from gpuhub.broker_api.schemas import ArrayRequest, JobCheckRequest, JobRequest, JobView, RecipeView
 
 
 async def get_recipe_operations(request: Request) -> RecipeOperations:
@@ -44,6 +44,17 @@ async def get_jobs(caller: Caller, broker: Broker, ended: Ended = False) -> Resp
 async def post_array(body: ArrayRequest, caller: Caller, broker: Broker) -> Response:
     """Request an array of jobs with one GPU each; all are accepted, or none."""
     return await render_list(await broker.request_array(caller, body), status=201)
+
+
+@api.post(
+    "/jobs/check",
+    status_code=204,
+    response_class=Response,
+    responses=document_problems(404, 409, 413, 422, 429),
+)
+async def post_check(body: JobCheckRequest, caller: Caller, broker: Broker) -> None:
+    """Refuse what `POST /jobs` or `POST /jobs/arrays` would refuse now, and request nothing."""
+    await broker.check_job(caller, body)
 
 
 @api.get("/jobs/{job_id}", responses=document_problems(404, 422))

@@ -44,6 +44,7 @@ BODIES: dict[str, Any] = {
     "POST /reclaims": {"owner": "ada", "server": ""},
     "POST /jobs": JOB,
     "POST /jobs/arrays": {"job": JOB, "count": 2},
+    "POST /jobs/check": {"job": JOB},
     "PUT /jobs/{job}/shares/ben": {"for_s": 3600},
     "PUT /notebooks/shares/eve": {"path": NOTEBOOK, "for_s": 3600},
     "PUT /files?path=work": bytes(10240),  # an empty tar
@@ -130,7 +131,7 @@ def make_body(route: str, body: Any) -> Any:
         return {**body, "key": f"m{number}", "server": f"s{number}"}
     if route == "POST /jobs":
         return {**body, "run_id": f"run-m{number:06}"}
-    if route == "POST /jobs/arrays":
+    if route in {"POST /jobs/arrays", "POST /jobs/check"}:
         return {**body, "job": {**body["job"], "run_id": f"run-m{number:06}"}}
     if route == "POST /reservations":
         return {**body, "gpus": [f"GPU-rig{1 + number % 3}-0"], "starts_at": f"{2300 + number}-01-01T08:00:00Z",

@@ -383,6 +383,19 @@ def test_waiting_job_names_what_the_user_holds(hub: FakeHub, project: Path, caps
     ) in capsys.readouterr().err
 
 
+def test_refused_job_sends_nothing(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The broker checks it before the upload; what it refuses only afterwards is named with its folder."""
+    hub.check_refusal = "there is no profile 'nosuch'; there are: torch"
+    for words in ([], ["--dry-run"], ["--array", "0-2"]):
+        assert main.run_command(["run", "-d", "--profile", "nosuch", *words, "train.py"]) == 1
+        assert capsys.readouterr().err == "gpu-launch: there is no profile 'nosuch'; there are: torch\n"
+    assert not any(line.startswith("PUT") for line in hub.requests)
+    hub.check_refusal, hub.job_refusal = "", "one user may hold at most 1"
+    assert main.run_command(["run", "-d", "train.py"]) == 1
+    [folder] = (hub.home / "gpu-launch").iterdir()
+    assert f"the files that were sent are in ~/gpu-launch/{folder.name}\n" in capsys.readouterr().err
+
+
 def test_dry_run_sends_no_request(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What would be sent and asked for."""
     assert main.run_command(["run", "--dry-run", "--gpus", "2", "train.py"]) == 0

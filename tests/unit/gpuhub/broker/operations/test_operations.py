@@ -299,6 +299,28 @@ async def test_creations_of_an_owner_are_rate_limited(setting: Setting, monkeypa
         await ask(running, "spawner", owner="ben", profile="any", key="1")
 
 
+async def test_check_of_jobs_creates_nothing(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses what the request itself would be refused for, and is no job of the owner."""
+    monkeypatch.setattr(submit, "CREATIONS", RateLimit(burst=300, per_second=0.001))
+    setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_jobs=200))
+    setting.hub.unknown_users.add("bne")
+    async with asgi_broker(setting) as running:
+        for _ in range(4):
+            assert await post(running, "ada", "/jobs/check", {"job": JOB, "count": 200}, 204) is None
+        await post(running, "ada", "/jobs/check", {"job": JOB}, 204)
+        assert await read(running, "ada", "/jobs") == []
+        wrong = (
+            ({"job": {**JOB, "profile": "nosuch"}}, 422, "there is no profile 'nosuch'"),
+            ({"job": {**JOB, "detached": True, "after": "run-nosuch"}}, 422, "after: you have no run run-nosuch"),
+            ({"job": {**JOB, "detached": True, "port": 80, "port_users": ["bne"]}}, 404, "the hub has no user 'bne'"),
+            ({"job": {**JOB, "detached": True, "port": 80}, "count": 2}, 422, "port: the jobs of an array have none"),
+            ({"job": JOB, "count": 201}, 429, "ada has 0 jobs and requests 201 more"),
+        )
+        for body, status, detail in wrong:
+            assert (await post(running, "ada", "/jobs/check", body, status))["detail"].startswith(detail)
+        await post(running, "ada", "/jobs/arrays", {"job": JOB, "count": 200}, 201)
+
+
 async def test_refused_arrays_count_little(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """They create nothing, and cost the broker some work each."""
     monkeypatch.setattr(submit, "CREATIONS", RateLimit(burst=300, per_second=0.001))
