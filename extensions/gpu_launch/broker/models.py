@@ -197,6 +197,8 @@ class Cluster:
     waiting: int = 0
     #: Even a request for free GPUs waits a moment in another scheduler's queue.
     has_delayed_grants: bool = False
+    #: Jobs are containers; without Docker on the nodes, they have no port and do not start again.
+    has_containers: bool = True
     #: The profiles that the user may choose.
     profiles: tuple[Profile, ...] = ()
 
@@ -343,6 +345,7 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
         # With Slurm the jobs of other users wait in the same queue.
         waiting=(data.get("waiting") or 0) + (data.get("waiting_outside") or 0),
         has_delayed_grants=_parse_grants_later(data),
+        has_containers=(data.get("capabilities") or {}).get("containers") is not False,
         profiles=tuple(map(parse_profile, data.get("profiles", ()))),
     )
 

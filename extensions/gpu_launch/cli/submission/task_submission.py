@@ -43,7 +43,8 @@ def build_jobs(context: Context, asked: RunArguments) -> tuple[JobSubmission, ..
     _check_options(asked)
     try:
         tasks = parser.parse_task_files(_read(asked.here / Path(asked.script).expanduser()))
-        checked = [_check_task(context, asked, task) for task in tasks]
+        cluster = context.broker.get_cluster()
+        checked = [_check_task(asked, _leave_out_unsupported(task, cluster), cluster) for task in tasks]
     except UsageError as error:
         raise UsageError(f"{asked.script}: {error}") from None
     if asked.name and len(checked) > 1:
@@ -59,7 +60,7 @@ def build_task(context: Context, asked: RunArguments, task: TaskFile) -> JobSubm
     """
     _check_options(asked)
     try:
-        checked = _check_task(context, asked, task)
+        checked = _check_task(asked, task, context.broker.get_cluster())
     except UsageError as error:
         raise UsageError(f"{asked.script}: {error}") from None
     return _build_job(context, asked, checked)
@@ -79,7 +80,7 @@ def build_module(
         # A server that nobody asks writes nothing for hours.
         asked = replace(asked, values={"stacks_after_s": 0} | dict(asked.values))
     try:
-        checked = _check_task(context, asked, task)
+        checked = _check_task(asked, task, context.broker.get_cluster())
     except UsageError as error:
         raise UsageError(f"{asked.script}: {error}") from None
     job = _build_job(context, asked, checked)
@@ -134,7 +135,23 @@ class _CheckedTask:
     notes: tuple[str, ...]
 
 
-def _check_task(context: Context, asked: RunArguments, file: TaskFile) -> _CheckedTask:
+def _leave_out_unsupported(file: TaskFile, cluster: Cluster) -> TaskFile:
+    """Return the file without the keys that the cluster's jobs cannot have, with a note for each."""
+    if cluster.has_containers:
+        return file
+    notes = list(file.notes)
+    if file.port is not None:
+        notes.append(
+            "resources.ports is ignored: on nodes without Docker, other users' programs could answer at a job's port"
+        )
+    if file.retries:
+        notes.append(
+            "resources.job_recovery.max_restarts_on_errors is ignored: a job on nodes without Docker cannot start again"
+        )
+    return replace(file, port=None, retries=0, notes=tuple(notes))
+
+
+def _check_task(asked: RunArguments, file: TaskFile, cluster: Cluster) -> _CheckedTask:
     environ = parser.build_environ(file, envs=asked.envs, secrets=asked.secrets)
     mounts = tuple(
         file_mounts.place_mount(mount, environ=environ, here=asked.here, commands=file.setup + "\n" + file.run)
@@ -152,7 +169,7 @@ def _check_task(context: Context, asked: RunArguments, file: TaskFile) -> _Check
     if file.image:
         taken_image = asked.image or f"the image of the profile {asked.profile}"
         notes.append(f"resources.image_id is ignored: the job runs in {taken_image}")
-    options, taken = _fit_task(asked, file, context.broker.get_cluster())
+    options, taken = _fit_task(asked, file, cluster)
     if file.alternatives:
         notes.append(f"resources: {_format_gpus(taken)} is taken, the first alternative that the cluster can have")
     elif taken is None:

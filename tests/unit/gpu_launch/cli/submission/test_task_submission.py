@@ -282,6 +282,20 @@ def test_a_failed_task_is_tried_again_as_skypilots_file_says(hub: FakeHub, words
     assert hub.asked[-1].get("max_retries", 0) == tries
 
 
+def test_keys_that_need_docker_are_passed_over_without_it(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unchanged file runs, with a line for each; what the command line names is left to the broker."""
+    hub.has_containers = False
+    _write("resources:\n  ports: 8000\n  job_recovery:\n    max_restarts_on_errors: 3\nrun: python train.py\n")
+    assert main.run_command(["run", "-d", "task.yaml"]) == 0
+    notes = capsys.readouterr().err
+    assert "task.yaml: resources.ports is ignored: on nodes without Docker" in notes
+    assert "task.yaml: resources.job_recovery.max_restarts_on_errors is ignored: a job on nodes" in notes
+    assert "port" not in hub.asked[-1]
+    assert "max_retries" not in hub.asked[-1]
+    assert main.run_command(["run", "-d", "--port", "80", "--retry", "1", "task.yaml"]) == 0
+    assert (hub.asked[-1]["port"], hub.asked[-1]["max_retries"]) == (80, 1)
+
+
 def test_datasets_of_the_file_are_requested(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     """`stage` of the file, unless the command line names others; a wrong name is refused with its line."""
     _write("stage: [datasets/imagenet, datasets/c4/en]\nrun: x\n")
