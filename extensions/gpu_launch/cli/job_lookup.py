@@ -31,12 +31,8 @@ def match_job(text: str, jobs: Sequence[Job]) -> Job:
     Raises:
         UsageError: No job matches, or several do.
     """
-    for job in jobs:
-        if text in (job.run_id, job.id):
-            return job
-    for job in jobs:
-        if job.name == text:
-            return job
+    if (job := find_named_job(text, jobs)) is not None:
+        return job
     matches = [job for job in jobs if _has_prefix(job.run_id, text)] if text else []
     if len(matches) == 1:
         return matches[0]
@@ -45,6 +41,12 @@ def match_job(text: str, jobs: Sequence[Job]) -> Job:
         more = f" and {len(matches) - _MAX_NAMED} more" if len(matches) > _MAX_NAMED else ""
         raise UsageError(f"{text} is the beginning of several runs: {names}{more}.")
     raise UsageError(f"There is no job {text}. gpu-launch ps -a lists them.")
+
+
+def find_named_job(text: str, jobs: Sequence[Job]) -> Job | None:
+    """Return the job with this id, else the first one with this name; None if there is none."""
+    by_id = next((job for job in jobs if text in (job.run_id, job.id)), None)
+    return by_id or next((job for job in jobs if job.name == text), None)
 
 
 def match_jobs(text: str, jobs: Sequence[Job]) -> list[Job]:

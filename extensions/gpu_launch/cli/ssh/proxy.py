@@ -19,7 +19,7 @@ from gpu_launch.cli.connection.http import describe_error
 from gpu_launch.cli.connection.hub_client import HubClient, Server
 from gpu_launch.cli.connection.websockets import build_job_url, open_websocket, start_pings
 from gpu_launch.cli.context import Context
-from gpu_launch.cli.job_lookup import match_job, shorten_run_id
+from gpu_launch.cli.job_lookup import find_named_job, shorten_run_id
 from gpu_launch.cli.jobs import list_own_jobs
 from gpu_launch.cli.ssh.files import SshFiles
 from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
@@ -71,13 +71,16 @@ def _build_server_url(server: Server, public_key: str) -> str:
 
 
 def _find_worker(context: Context, files: SshFiles, name: str) -> tuple[models.Job, int] | None:
-    """Return the running job that the name means, and the worker; None if there is none."""
+    """Return the running job with this name, run id or last part of it, and the worker; None if there is none.
+
+    The beginning of a run id is not enough: `fa` may be meant as an instance that does not run.
+    """
     jobs = [job for job in list_own_jobs(context, ended=False) if job.state in (models.RUNNING, models.PREEMPTING)]
     match = _WORKER.fullmatch(name)
     for text, worker in ((name, 0), *([(match[1], int(match[2]))] if match else [])):
-        try:
-            job = match_job(text, jobs)
-        except UsageError:
+        single = [job for job in jobs if job.array is None and shorten_run_id(job.run_id) == text]
+        job = find_named_job(text, jobs) or next(iter(single), None)
+        if job is None:
             continue
         if worker not in {member.index for member in job.workers}:
             indexes = ", ".join(str(member.index) for member in job.workers)

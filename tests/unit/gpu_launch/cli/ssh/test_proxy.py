@@ -61,6 +61,12 @@ def test_instance_comes_before_a_job_of_its_name(hub: FakeHub) -> None:
         ("gpuhub-ends", "Instance ends is being stopped.\nWhat runs: gpu-launch instance list, ps"),
         ("gpuhub-train.7", f"{RUN} has no worker 7; its workers are 0.\nThe first one: ssh gpuhub-abc123"),
         (
+            "gpuhub-abc",
+            "You have no running instance or job abc.\n"
+            "Start one: gpu-launch instance start --name abc --profile PROFILE; "
+            "what runs: gpu-launch instance list, ps",
+        ),
+        (
             "gpuhub-x.y",
             "You have no running instance or job x.y.\n"
             "Start one: gpu-launch instance start --profile PROFILE; what runs: gpu-launch instance list, ps",
