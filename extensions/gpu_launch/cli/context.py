@@ -132,7 +132,8 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--json`, which prints the result as one JSON document."""
 
     def set_json(context: click.Context, _: click.Parameter, value: bool) -> None:
-        context.find_object(Context).console.is_json = value  # type: ignore[union-attr]
+        # It may also stand before the command.
+        context.find_object(Context).console.is_json |= value  # type: ignore[union-attr]
 
     return click.option(
         "--json",

@@ -7,12 +7,13 @@ import json
 import os
 import sys
 import threading
+from itertools import takewhile
 from typing import NoReturn
 
 import click
 
 from gpu_launch.cli import bench, cp, debug, env, jobs, login, serve, share, shell, stacks
-from gpu_launch.cli.context import CommandExit, Context
+from gpu_launch.cli.context import CommandExit, Context, json_option
 from gpu_launch.cli.instances import commands as commands_instances
 from gpu_launch.cli.recipes import commands as commands_recipes
 from gpu_launch.cli.ssh import commands as commands_ssh
@@ -25,15 +26,16 @@ INTERRUPTED = 130
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--hub", metavar="URL", help="The hub to use, of those you are logged in to (the last one).")
+@json_option
 @click.version_option(package_name="gpu-launch", message="gpu-launch %(version)s")
-@click.pass_context
-def cli(context: click.Context, hub: str | None) -> None:
+@click.pass_obj
+def cli(context: Context, hub: str | None) -> None:
     """Run training jobs on your lab's GPUs, from your own machine.
 
     Begin with `gpu-launch login https://YOUR-HUB`, then `gpu-launch run --gpus 2 train.py`. RUN in other commands is
     a run's id, the beginning of one, or the name of a job: then the last one of that name.
     """
-    context.obj = Context(hub_url=hub)
+    context.hub_url = hub
 
 
 modules = (
@@ -87,9 +89,10 @@ def run_command(arguments: list[str]) -> int:
 
     It is 2 for a wrong command line, 1 for a failure, 130 after Ctrl-C, and a job's own for `run`.
     """
+    context = Context()
     try:
         # In standalone mode click would print errors and end the process itself.
-        status = cli.main(args=arguments, prog_name="gpu-launch", standalone_mode=False)
+        status = cli.main(args=arguments, prog_name="gpu-launch", standalone_mode=False, obj=context)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
@@ -102,9 +105,19 @@ def run_command(arguments: list[str]) -> int:
         return 2
     except (click.ClickException, GpuLaunchError) as error:
         text, status = _describe_error(error)
-        is_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
-        _print_error(text, is_json=is_json)
+        _print_error(text, is_json=context.console.is_json or _has_json_option(error, arguments))
     return status if isinstance(status, int) else 0
+
+
+def _has_json_option(error: click.ClickException | GpuLaunchError, arguments: list[str]) -> bool:
+    """Return whether a command line that click could not parse has gpu-launch's own `--json`."""
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return False
+    if error.ctx.allow_interspersed_args:
+        return "--json" in takewhile(lambda word: word != "--", arguments)
+    # What follows a script is the script's own; before a wrong option there is none. An empty one begins every word.
+    wrong_option = getattr(error, "option_name", "")
+    return "--json" in takewhile(lambda word: not word.startswith(wrong_option), arguments)
 
 
 def _describe_error(error: click.ClickException | GpuLaunchError) -> tuple[str, int]:

@@ -383,6 +383,34 @@ def test_waiting_job_names_what_the_user_holds(hub: FakeHub, project: Path, caps
     ) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "is_json"),
+    [
+        (["run", "--json", "nosuch.py"], True),
+        (["--json", "run", "nosuch.py"], True),
+        (["run", "nosuch.py", "--json"], False),
+        (["run", "--json", "--nosuch", "train.py"], True),
+        (["run", "--nosuch", "train.py", "--json"], False),
+        (["run", "--nnodes", "x", "train.py", "--json"], False),
+        (["ps", "--nosuch", "--json"], True),
+        (["shell", "nosuch", "--", "--json"], False),
+        (["--json", "nosuch"], True),
+    ],
+)
+def test_errors_are_json_by_gpu_launchs_own_option(
+    hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str], words: list[str], *, is_json: bool
+) -> None:
+    """Before or after the command's name; a script's own `--json` is the script's."""
+    assert main.run_command(words) == 2
+    assert capsys.readouterr().err.startswith('{"error": "' if is_json else "gpu-launch: ")
+
+
+def test_json_before_the_command_counts_for_it(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As after it."""
+    assert main.run_command(["--json", "ps"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 def test_refused_job_sends_nothing(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The broker checks it before the upload; what it refuses only afterwards is named with its folder."""
     hub.check_refusal = "there is no profile 'nosuch'; there are: torch"
