@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpu_launch.broker.models import Cluster
 from gpu_launch.cli.context import CommandExit, Context
-from gpu_launch.cli.submission import job_submission, upload
+from gpu_launch.cli.submission import job_plan, job_submission, upload
 from gpu_launch.cli.submission.job_submission import RunArguments
 from gpu_launch.cli.submission.upload import JobSubmission, UploadSet
 from gpu_launch.cli.taskfile import file_mounts, parser
@@ -97,8 +97,8 @@ def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: boo
         Ended: with the exit status of the job that failed.
     """
     if dry_run:
-        plans = [job_submission.build_plan_json(job, batch=False) for job in jobs]
-        context.console.print_result(plans, "\n\n".join(job_submission.format_plan(job) for job in jobs))
+        plans = [job_plan.build_plan_json(job, batch=False) for job in jobs]
+        context.console.print_result(plans, "\n\n".join(job_plan.format_plan(job) for job in jobs))
         return
     if detach:
         raise UsageError(
