@@ -37,9 +37,9 @@ class FakeHub:
     shares: list[dict[str, Any]] = field(default_factory=list)
     #: Bodies of `POST /jobs`.
     asked: list[dict[str, Any]] = field(default_factory=list)
-    #: Why the broker refuses a job at its check, and at its request; empty for none.
+    #: Why the broker refuses jobs at their check, empty for none; and at their request, by name.
     check_refusal: str = ""
-    job_refusal: str = ""
+    job_refusals: dict[str, str] = field(default_factory=dict)
     has_containers: bool = True
     #: Responses that replace the broker's; None for none.
     outage: int | None = None
@@ -327,10 +327,10 @@ def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
         body = await request.json()
         if not (hub.home / ".gpu_launch" / "jobs" / body["run_id"] / "job.json").is_file():
             return _problem(422, "there is no order")
-        if hub.job_refusal:
-            return _problem(422, hub.job_refusal)
+        if body.get("name") in hub.job_refusals:
+            return _problem(422, hub.job_refusals[body["name"]])
         job = hub.add(body["run_id"], name=body.get("name", ""), detached=body.get("detached", False))
-        job.update(nnodes=body["nnodes"], nproc_per_node=body["nproc_per_node"])
+        job.update(nnodes=body["nnodes"], nproc_per_node=body["nproc_per_node"], after=body.get("after"))
         # Last: a test that waits for it finds the job.
         job.update(port=body.get("port"), port_users=body.get("port_users", []))
         hub.asked.append(body)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -232,20 +232,12 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
     try:
         jobs = _request_jobs(context, job, run_id, batch=not is_followed)
     except BrokerError:
-        if job.manifest.folder:
-            context.console.print_note(f"gpu-launch: the files that were sent are in ~/{job.manifest.folder}")
+        _note_folder(context, job)
         raise
     except KeyboardInterrupt:
-        # The broker may have accepted it: an interrupted request must not run unseen.
-        for other in context.broker.list_jobs():
-            if run_id in (other.run_id, other.array):
-                context.broker.delete_job(other.id)
+        _cancel_runs(context, {run_id})
         raise
-    if jobs[0].state == WAITING:
-        for text in format_holdings(
-            list_holdings(context.broker, jobs, job.demand, server=None), cancel="gpu-launch cancel"
-        ):
-            context.console.print_note(f"gpu-launch: {text}")
+    _note_holdings(context, job, jobs)
     if is_followed:
         context.console.print_note(f"gpu-launch: {run_id}, in ~/{job.manifest.folder}".rstrip("/"))
         note_port(context, jobs[0])
@@ -255,8 +247,7 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
             f"gpu-launch: it runs without this command: gpu-launch attach {job_lookup.shorten_run_id(run_id)}"
         )
         note_port(context, jobs[0])
-        url = {} if job.port is None else {"url": build_port_url(context, jobs[0])}
-        context.console.print_result(tables.build_job_json(jobs[0]) | {"folder": job.manifest.folder} | url, run_id)
+        context.console.print_result(_build_detached_json(context, job, jobs[0]), run_id)
     else:
         context.console.print_note(
             f"gpu-launch: {len(jobs)} tasks, {jobs[0].run_id} to {jobs[-1].run_id}: gpu-launch ps lists them, "
@@ -267,6 +258,63 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
             for task_job, index in zip(jobs, job.indexes, strict=True)
         ]
         context.console.print_result({"array": run_id, "folder": job.manifest.folder, "tasks": tasks}, run_id)
+
+
+def submit_chain(context: Context, chain: Sequence[JobSubmission]) -> None:
+    """Send the files of all jobs, and request each to start when the one before has succeeded; all, or none.
+
+    Raises:
+        BrokerError: a job is refused, and those before it are cancelled.
+    """
+    run_ids = [run_folder.new_run_id() for _ in chain]
+    for job, run_id in zip(chain, run_ids, strict=True):
+        send_job(context, job, run_id)
+    requested: list[Job] = []
+    try:
+        for job, run_id in zip(chain, run_ids, strict=True):
+            after = requested[-1].run_id if requested else job.after
+            requested += _request_jobs(context, replace(job, after=after), run_id, batch=True)
+    except (BrokerError, KeyboardInterrupt):
+        _cancel_runs(context, run_ids)
+        for job in chain:
+            _note_folder(context, job)
+        raise
+    _note_holdings(context, chain[0], requested[:1])
+    context.console.print_note(
+        f"gpu-launch: {len(chain)} tasks run one after another without this command: gpu-launch ps lists them, "
+        "gpu-launch cancel RUN ends one and those after it"
+    )
+    for view in requested:
+        note_port(context, view)
+    context.console.print_result(
+        [_build_detached_json(context, job, view) for job, view in zip(chain, requested, strict=True)],
+        "\n".join(run_ids),
+    )
+
+
+def _note_folder(context: Context, job: JobSubmission) -> None:
+    if job.manifest.folder:
+        context.console.print_note(f"gpu-launch: the files that were sent are in ~/{job.manifest.folder}")
+
+
+def _note_holdings(context: Context, job: JobSubmission, requested: Sequence[Job]) -> None:
+    """Print which GPUs of the user's own a waiting job could use."""
+    if requested[0].state == WAITING:
+        holdings = list_holdings(context.broker, requested, job.demand, server=None)
+        for text in format_holdings(holdings, cancel="gpu-launch cancel"):
+            context.console.print_note(f"gpu-launch: {text}")
+
+
+def _cancel_runs(context: Context, run_ids: Collection[str]) -> None:
+    """Cancel those that the broker has accepted: an interrupted request must not run unseen."""
+    for job in context.broker.list_jobs():
+        if job.run_id in run_ids or job.array in run_ids:
+            context.broker.delete_job(job.id)
+
+
+def _build_detached_json(context: Context, job: JobSubmission, requested: Job) -> dict[str, Any]:
+    url = {} if job.port is None else {"url": build_port_url(context, requested)}
+    return tables.build_job_json(requested) | {"folder": job.manifest.folder} | url
 
 
 def check(context: Context, job: JobSubmission) -> None:

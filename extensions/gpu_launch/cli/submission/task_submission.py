@@ -90,24 +90,26 @@ def build_module(
 
 
 def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: bool, dry_run: bool) -> None:
-    """Run the jobs one after another while this command waits, up to the first that fails.
+    """Run the jobs one after another, up to the first that fails, while this command waits; not with `detach`.
 
     Raises:
-        UsageError: for options with which the command does not wait, or has one result.
+        UsageError: for options that are for one job.
+        BrokerError: a job is refused; nothing was sent, unless the cluster has changed in the meantime.
         Ended: with the exit status of the job that failed.
     """
+    if any(job.indexes is not None for job in jobs):
+        raise UsageError("--array is for one task: this file has several, which run one after another.")
+    if context.console.is_json and not (detach or dry_run):
+        raise UsageError("--json is for one task, or with --detach: this file has several, each with its own result.")
+    for job in jobs:
+        job_submission.check(context, job)
     if dry_run:
-        plans = [job_plan.build_plan_json(job, batch=False) for job in jobs]
+        plans = [job_plan.build_plan_json(job, batch=detach) for job in jobs]
         context.console.print_result(plans, "\n\n".join(job_plan.format_plan(job) for job in jobs))
         return
     if detach:
-        raise UsageError(
-            "--detach is for one task: tasks of a pipeline run one after another while this command waits."
-        )
-    if context.console.is_json:
-        raise UsageError("--json is for one task: this file has several, and each has a result of its own.")
-    if any(job.indexes is not None for job in jobs):
-        raise UsageError("--array is for one task: this file has several, which run one after another.")
+        job_submission.submit_chain(context, jobs)
+        return
     for number, job in enumerate(jobs, start=1):
         context.console.print_note(f"gpu-launch: task {number} of {len(jobs)}: {job.manifest.name}")
         try:

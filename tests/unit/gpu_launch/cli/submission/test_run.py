@@ -418,7 +418,7 @@ def test_refused_job_sends_nothing(hub: FakeHub, project: Path, capsys: pytest.C
         assert main.run_command(["run", "-d", "--profile", "nosuch", *words, "train.py"]) == 1
         assert capsys.readouterr().err == "gpu-launch: there is no profile 'nosuch'; there are: torch\n"
     assert not any(line.startswith("PUT") for line in hub.requests)
-    hub.check_refusal, hub.job_refusal = "", "one user may hold at most 1"
+    hub.check_refusal, hub.job_refusals = "", {"train.py": "one user may hold at most 1"}
     assert main.run_command(["run", "-d", "train.py"]) == 1
     [folder] = (hub.home / "gpu-launch").iterdir()
     assert f"the files that were sent are in ~/gpu-launch/{folder.name}\n" in capsys.readouterr().err

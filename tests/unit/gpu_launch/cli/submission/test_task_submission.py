@@ -217,8 +217,8 @@ def test_tasks_of_an_array_have_skypilots_job_ranks(hub: FakeHub) -> None:
     [
         ("run: cd ~/sky_workdir\n", ["--no-workdir"], "the commands name ~/sky_workdir, which is the folder"),
         ("file_mounts: {a: data.txt}\nrun: x\n", ["--no-workdir"], "file_mounts are sent with the job's folder"),
-        (PIPELINE, ["--detach"], "--detach is for one task: tasks of a pipeline run one after another"),
-        (PIPELINE, ["--json"], "--json is for one task"),
+        (PIPELINE, ["--json"], "--json is for one task, or with --detach"),
+        ("execution: parallel\n---\nrun: x\n---\nrun: y\n", ["--detach"], "execution is parallel"),
         (PIPELINE, ["--array", "0-1"], "--array is for one task"),
         (PIPELINE, ["--name", "x"], "--name is for one job, and this file has several tasks"),
         (PIPELINE + "---\nrun: x\nresources: {gpus: H100}\n", [], "asks for H100, and the cluster has"),
@@ -260,6 +260,34 @@ def test_a_pipeline_ends_with_its_first_failing_task(hub: FakeHub, capsys: pytes
         stop()
     assert [job["name"] for job in hub.asked] == ["prepare", "nightly-2"]
     assert "gpu-launch: not started: report\n" in capsys.readouterr().err
+
+
+def test_detached_pipeline_is_a_chain_of_jobs(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """The laptop is not needed: each starts when the one before has succeeded, the first after another run."""
+    hub.add("run-20260101-000000-abc123", name="first")
+    _write(PIPELINE)
+    assert main.run_command(["run", "--detach", "--json", "--after", "first", "task.yaml"]) == 0
+    shown = capsys.readouterr()
+    jobs = json.loads(shown.out)
+    runs = [job["run_id"] for job in jobs]
+    assert [job["name"] for job in jobs] == ["prepare", "nightly-2", "report"]
+    assert [job["after"] for job in jobs] == ["run-20260101-000000-abc123", *runs[:2]]
+    assert [job["folder"] for job in jobs] == [_read_manifest(hub, number).folder for number in range(3)]
+    assert all(job["batch"] for job in hub.asked)
+    assert "3 tasks run one after another without this command" in shown.err
+
+
+def test_detached_pipeline_runs_as_a_whole_or_not_at_all(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a later task is refused, those before it are cancelled."""
+    _write(PIPELINE)
+    hub.job_refusals = {"report": "one user may hold at most 1"}
+    assert main.run_command(["run", "--detach", "task.yaml"]) == 1
+    assert [(job["name"], job["state"]) for job in hub.jobs.values()] == [("prepare", "ended"), ("nightly-2", "ended")]
+    assert "gpu-launch: one user may hold at most 1\n" in capsys.readouterr().err
+    hub.check_refusal = "there is no profile 'nosuch'"
+    hub.requests.clear()
+    assert main.run_command(["run", "--detach", "task.yaml"]) == 1
+    assert not any(line.startswith("PUT") for line in hub.requests)
 
 
 def test_dry_run_of_a_pipeline_shows_all_tasks(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
