@@ -162,6 +162,16 @@ def test_refusals_have_readable_messages(
     assert time.monotonic() - began < 10
 
 
+def test_check_of_a_job_creates_nothing(client: BrokerClient) -> None:
+    """It refuses with the text of the request itself; also for an array."""
+    job = {"run_id": RUN, "nnodes": 1, "nproc_per_node": 1, "server": "", "exclude_nodes": (), "demand": GpuRequest()}
+    for count in (None, 3):
+        client.check_job(count=count, **job)  # type: ignore[arg-type]
+        with pytest.raises(BrokerError, match="there is no profile 'nosuch'"):
+            client.check_job(count=count, profile="nosuch", **job)  # type: ignore[arg-type]
+    assert client.list_jobs() == []
+
+
 def test_client_waits_until_it_may_create_again(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that comes too soon after others says so, and starts when it may; nobody waits in vain for long."""
     monkeypatch.setattr(submit, "CREATIONS", RateLimit(burst=2, per_second=1, what="leases and jobs created"))

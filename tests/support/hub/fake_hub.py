@@ -41,6 +41,8 @@ class FakeHub:
     check_refusal: str = ""
     job_refusals: dict[str, str] = field(default_factory=dict)
     has_containers: bool = True
+    #: False for a broker of an earlier version.
+    checks_jobs: bool = True
     #: Responses that replace the broker's; None for none.
     outage: int | None = None
     has_broker: bool = True
@@ -338,6 +340,8 @@ def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
 
     @app.post(f"{BASE}/jobs/check")
     async def check() -> Response:
+        if not hub.checks_jobs:
+            return _problem(405, "Method Not Allowed")
         return _problem(422, hub.check_refusal) if hub.check_refusal else Response(status_code=204)
 
     @app.post(f"{BASE}/jobs/arrays", status_code=201)

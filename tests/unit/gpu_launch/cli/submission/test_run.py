@@ -424,6 +424,12 @@ def test_refused_job_sends_nothing(hub: FakeHub, project: Path, capsys: pytest.C
     assert f"the files that were sent are in ~/gpu-launch/{folder.name}\n" in capsys.readouterr().err
 
 
+def test_broker_of_an_earlier_version_checks_nothing(hub: FakeHub, project: Path) -> None:
+    """It refuses the request itself."""
+    hub.checks_jobs = False
+    assert main.run_command(["run", "-d", "train.py"]) == 0
+
+
 def test_dry_run_sends_no_request(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What would be sent and asked for."""
     assert main.run_command(["run", "--dry-run", "--gpus", "2", "train.py"]) == 0
