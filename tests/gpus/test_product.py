@@ -63,7 +63,8 @@ print("took", joules, "J in", seconds, "s of", uuid, flush=True)
 HANG = """%%writefile hang.py
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("nccl")
-x = torch.ones(1, device=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+x = torch.ones(1, device="cuda")
 dist.all_reduce(x)
 torch.cuda.synchronize()
 if dist.get_rank() == 0:
