@@ -136,13 +136,15 @@ class GpuCellMagics(Magics):
         notebook.check_syntax(cell, text)
         namespace, hidden = self.shell.user_ns, self.shell.user_ns_hidden
         sent = notebook.variables(asked.options.send, namespace)
-        used = cell_names.find_used_names(cell).union(sent)
+        used = cell_names.select_variables(cell_names.find_used_names(cell).union(sent), hidden)
+        names = cell_names.find_all_names(used, namespace)
         return CellRequest(
             source=text,
             body=cell,
             variables={
-                "names": sorted(cell_names.find_all_names(cell_names.select_variables(used, hidden), namespace)),
-                "named": sorted(cell_names.select_variables(used | cell_names.find_bound_names(cell), hidden)),
+                "names": sorted(names),
+                # What is not in the notebook may be on the worker alone.
+                "named": sorted(names | used | cell_names.select_variables(cell_names.find_bound_names(cell), hidden)),
                 "wanted": list(asked.options.returns),
             },
         )

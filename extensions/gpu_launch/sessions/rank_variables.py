@@ -9,6 +9,7 @@ from typing import Any
 
 from gpu_launch.common.exchange import MAX_BYTES
 from gpu_launch.common.variables import Changes, VariableTracker
+from gpu_launch.sessions import cell_names
 
 #: Larger values stay on the worker, unless the cell names them with `--return`.
 RETURN_BYTES = 256 * 1024**2
@@ -52,8 +53,10 @@ class RankVariables:
         """Return what the cell has made or changed, and the names that it has deleted."""
         after = _list_ids(self._namespace)
         rebound = {name for name, value_id in after.items() if self._before.get(name) != value_id}
+        # A function may change any variable that it names.
+        candidates = cell_names.find_all_names(rebound.union(self._named, self._wanted), self._namespace)
         changes = self._tracker.find_changes(
-            sorted(name for name in rebound.union(self._named, self._wanted) if name in after),
+            sorted(candidates & after.keys()),
             limit=RETURN_BYTES,
             wanted=self._wanted,
         )

@@ -64,6 +64,30 @@ def test_variables_reach_the_cell_and_its_own_come_back(kernel: Kernel) -> None:
     until(lambda: not kernel.notebook.broker.jobs(schemas.JobState.RUNNING), "the GPU is given back")
 
 
+def test_changes_in_functions_come_back(kernel: Kernel) -> None:
+    """Also through other functions and methods, where the cell replaces the function, or only the worker has it."""
+    kernel.good(
+        "import threading\nclass Model:\n    w = 0\nmodel, losses = Model(), []\n"
+        "def record(w):\n    losses.append(w)\ndef train(n):\n    model.w += n\n    record(model.w)\n"
+        "class Trainer:\n    def fit(self): train(1)\ntrainer = Trainer()"
+    )
+    kernel.good("%%gpu\nr = train(60)")
+    assert kernel.good("print(model.w, losses)") == "60 [60]\n"
+    kernel.good("%%gpu\ntrainer.fit()")
+    assert kernel.good("print(model.w, losses)") == "61 [60, 61]\n"
+    kernel.good("%%gpu\ntrain(1)\ntrain = None")
+    assert kernel.good("print(model.w, losses, train)") == "62 [60, 61, 62] None\n"
+    kernel.good(
+        "%%gpu\nimport threading\ndef make(lock):\n    def step():\n        with lock: model.w += 1\n"
+        "    return step\nstep = make(threading.Lock())"
+    )
+    kernel.good("%%gpu\nstep()")
+    assert kernel.good("print(model.w, 'step' in globals())") == "63 False\n"
+    # The notebook has what was trained also when the GPU is gone.
+    kernel.good("%gpu --stop")
+    assert kernel.good("%%gpu\nprint(model.w)").endswith("\n63\n")
+
+
 def test_what_cannot_be_pickled_stays_on_the_worker(kernel: Kernel) -> None:
     """It is named, the next cell has it, and a cell that asks for a variable that cannot be sent is told why."""
     kernel.good("import threading\nhandle = threading.Lock()")
