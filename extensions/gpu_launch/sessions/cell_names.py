@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
+import functools
+import inspect
 import symtable
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,16 +40,25 @@ def find_bound_names(body: str) -> frozenset[str]:
 
 
 def find_function_names(value: Any, namespace: dict[str, Any]) -> frozenset[str]:
-    """Return the global names that a function of `namespace`, or the methods of a class, use."""
+    """Return the global names of `namespace` that a function, or the methods of a class, use.
+
+    Functions within decorators, closures and partial calls are followed.
+    """
+    found: set[str] = set()
+    # Kept, so that their ids stay unique.
+    seen: dict[int, Any] = {}
+    pending = [value]
     if isinstance(value, type):
-        members = [getattr(member, "__func__", member) for member in vars(value).values()]
-        members += [part for member in members if isinstance(member, property) for part in (member.fget, member.fset)]
-        bases = {base.__name__ for base in value.__bases__ if namespace.get(base.__name__) is base}
-        used = (find_function_names(member, namespace) for member in members if _is_function(member))
-        return frozenset(bases).union(*used)
-    if _is_function(value) and value.__globals__ is namespace:
-        return frozenset(_iter_code_names(value.__code__))
-    return frozenset()
+        pending = list(vars(value).values())
+        found |= {base.__name__ for base in value.__bases__ if namespace.get(base.__name__) is base}
+    while pending:
+        part = pending.pop()
+        if id(part) not in seen:
+            seen[id(part)] = part
+            if _is_function(part) and part.__globals__ is namespace:
+                found.update(_iter_code_names(part.__code__))
+            pending += _iter_inner_functions(part)
+    return frozenset(found)
 
 
 def find_all_names(used: Iterable[str], namespace: dict[str, Any]) -> frozenset[str]:
@@ -82,6 +94,24 @@ def _iter_bound_names(table: symtable.SymbolTable) -> Iterator[str]:
 
 def _is_function(value: Any) -> bool:
     return isinstance(value, types.FunctionType)
+
+
+def _iter_inner_functions(value: Any) -> Iterator[Any]:
+    """Return the functions that a call of `value` may call, and other values."""
+    match value:
+        case types.FunctionType():
+            for cell in value.__closure__ or ():
+                # An empty cell raises.
+                with contextlib.suppress(ValueError):
+                    yield cell.cell_contents
+        case types.MethodType() | classmethod() | staticmethod():
+            yield value.__func__
+        case property():
+            yield from (value.fget, value.fset)
+        case functools.partial() | functools.cached_property():
+            yield value.func
+    # Not getattr, which runs code of an object's class.
+    yield inspect.getattr_static(value, "__wrapped__", None)
 
 
 def _visit(statements: Iterable[ast.stmt], bound: set[str], used: set[str]) -> None:

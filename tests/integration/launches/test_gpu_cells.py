@@ -65,7 +65,7 @@ def test_variables_reach_the_cell_and_its_own_come_back(kernel: Kernel) -> None:
 
 
 def test_changes_in_functions_come_back(kernel: Kernel) -> None:
-    """Also through other functions and methods, where the cell replaces the function, or only the worker has it."""
+    """Also of methods and decorated ones, where the cell replaces the function, or only the worker has it."""
     kernel.good(
         "import threading\nclass Model:\n    w = 0\nmodel, losses = Model(), []\n"
         "def record(w):\n    losses.append(w)\ndef train(n):\n    model.w += n\n    record(model.w)\n"
@@ -83,9 +83,11 @@ def test_changes_in_functions_come_back(kernel: Kernel) -> None:
     )
     kernel.good("%%gpu\nstep()")
     assert kernel.good("print(model.w, 'step' in globals())") == "63 False\n"
+    kernel.good("import torch\n@torch.no_grad()\ndef grow(): model.w += 1")
+    kernel.good("%%gpu\ngrow()")
     # The notebook has what was trained also when the GPU is gone.
     kernel.good("%gpu --stop")
-    assert kernel.good("%%gpu\nprint(model.w)").endswith("\n63\n")
+    assert kernel.good("%%gpu\nprint(model.w)").endswith("\n64\n")
 
 
 def test_what_cannot_be_pickled_stays_on_the_worker(kernel: Kernel) -> None:

@@ -56,6 +56,36 @@ def test_names_of_functions_are_followed():
     assert cell_names.find_all_names(["net"], namespace) == {"net", "Net", "Base", "f", "g", "k", "k2", "k3"}
 
 
+def test_functions_are_found_within_decorators():
+    """Those of libraries and of the notebook, on functions and methods; also in closures and partial calls."""
+    namespace = vars(types.ModuleType("__main__"))
+    exec(
+        "import contextlib, functools\n@contextlib.contextmanager\ndef opened(): yield a\n"
+        "@functools.lru_cache\ndef cached(): return b\n"
+        "def timed(f):\n    @functools.wraps(f)\n    def inner(): log(f())\n    return inner\n"
+        "@timed\ndef twice(): return c\npart = functools.partial(twice)\n"
+        "class Net:\n    @functools.cached_property\n    def p(self): return d\n    @staticmethod\n    def s(): return e\n"
+        "    @timed\n    def m(self): return f\nbound = Net().m\ndef log(x): pass\na = b = c = d = e = f = 0\n"
+        "def loop(): return itself()\nloop.__wrapped__ = loop\n"
+        "def delayed():\n    def inner(): return later\n    yield inner\n    later = a\nopen_cell = next(delayed())",
+        namespace,
+    )
+    found = {
+        name: cell_names.find_all_names([name], namespace) - {name, "log"}
+        for name in ("opened", "cached", "twice", "part", "Net", "bound", "loop", "open_cell")
+    }
+    assert found == {
+        "opened": {"a"},
+        "cached": {"b"},
+        "twice": {"c"},
+        "part": {"c"},
+        "Net": {"d", "e", "f"},
+        "bound": {"f"},
+        "loop": set(),
+        "open_cell": set(),
+    }
+
+
 def test_names_of_ipython_are_not_a_persons():
     """Outputs, and what IPython hides."""
     assert cell_names.select_variables(["a", "_", "__", "_b", "__x__", "In"], {"In": []}) == {"a", "_b"}
