@@ -277,6 +277,10 @@ class Launch:
         """
         self._debugger.debug(rank)
 
+    def set_idle(self, is_idle: bool) -> None:
+        """Note whether the ranks wait for a cell: those that do are not expected to make progress."""
+        self._stacks.set_idle(is_idle)
+
     def interrupt(self) -> None:
         """Send SIGINT to all ranks."""
         self._agents.broadcast(agent.signal_ranks, int(signal.SIGINT), self.run_folder.run_id)

@@ -78,9 +78,14 @@ class StackReporter:
         #: Set to wake the thread before its next check, and to end it.
         self._wake, self._is_closed = threading.Event(), threading.Event()
         self._is_stalled = False
+        self._is_idle = False
         #: Texts to print, from the thread.
         self._texts: list[str] = []
         self._has_explained = False
+
+    def set_idle(self, is_idle: bool) -> None:
+        """Expect no progress of ranks that wait for a cell; from the end of that on, a silence counts as a new one."""
+        self._is_idle, self._watch = is_idle, StallWatch(self._after_s)
 
     def poll(self, now: float) -> None:
         """Print what was collected, and have stacks collected if no rank makes progress; returns at once."""
@@ -90,7 +95,7 @@ class StackReporter:
             # File accesses of the home may hang, and agents may not answer.
             self._thread = threading.Thread(target=self._serve, name="gpu_launch stacks", daemon=True)
             self._thread.start()
-        if self._watch.is_stalled(self._ranks.activity, now):
+        if not self._is_idle and self._watch.is_stalled(self._ranks.activity, now):
             self._is_stalled = True
             self._wake.set()
 

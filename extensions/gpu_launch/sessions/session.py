@@ -116,6 +116,15 @@ class RankSession:
                 missing = [rank for rank in range(self._ranks) if rank not in self.devices]
                 raise LaunchFailed(f"ranks {missing} have not joined the process group within {_JOIN_TIMEOUT_S:.0f} s.")
         self.run.root.joinpath(_CONTROL).unlink(missing_ok=True)
+        self.end_cell()
+
+    def start_cell(self) -> None:
+        """Note that a cell runs from now on."""
+        self._launch.set_idle(False)
+
+    def end_cell(self) -> None:
+        """Note that the ranks wait for a cell from now on."""
+        self._launch.set_idle(True)
         self.idle_policy.record_cell(time.monotonic())
 
     def _record_joined(self, message: ControlMessage) -> None:

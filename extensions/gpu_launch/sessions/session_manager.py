@@ -91,12 +91,13 @@ class SessionManager:
             started_at = time.monotonic()
             outcome = "ended"
             self._is_running = True
+            session.start_cell()
             try:
                 values = self._run(session, cell)
                 outcome = "done"
             finally:
                 self._is_running = False
-                session.idle_policy.record_cell(time.monotonic())
+                session.end_cell()
                 self._screen.end_cell(f"{outcome} after {format_exact_span(time.monotonic() - started_at)}")
             return values
 

@@ -134,6 +134,20 @@ def test_a_node_lost_between_cells_is_named(kernel: Kernel) -> None:
     assert is_printed_by_both("2", kernel.good("%%gpu_ranks\nworld_size"))
 
 
+def test_silent_cells_are_reported_and_idle_ranks_are_not(kernel: Kernel) -> None:
+    """Idle for longer than `--stacks-after` they print nothing; each cell that hangs shows where its ranks are."""
+    kernel.good("%gpu_ranks --stacks-after 2s")
+    time.sleep(4)
+    assert kernel.good("1;") == ""
+    for seconds in ("600", "601"):
+        kernel.begin(f"%%gpu_ranks\nimport time\nprint('sleeps', flush=True)\ntime.sleep({seconds})")
+        kernel.shows("sleeps")
+        kernel.shows("gpu_launch: no rank has written or reported anything for 2 s")
+        kernel.shows(f"time.sleep({seconds})")
+        kernel.process.send_signal(signal.SIGINT)
+        assert kernel.end().kind == "LaunchInterrupted"
+
+
 def test_interrupt_stops_the_cell_and_keeps_variables(kernel: Kernel) -> None:
     """Variables survive an interrupt in Python; ranks in native code are restarted after two seconds."""
     kernel.good(f"%%gpu_ranks {TWO_NODES}\nimport time\nx = 1")
