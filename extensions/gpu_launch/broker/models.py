@@ -186,6 +186,8 @@ class Node:
     guest: bool = False
     #: False for a node that takes no jobs of the user with `--guests`.
     takes_guests: bool = False
+    #: Owners of waiting requests that could be granted there, at most two; None if unknown.
+    wanted_by: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +195,10 @@ class Cluster:
     """All nodes."""
 
     nodes: tuple[Node, ...]
-    #: Waiting requests of all users.
+    #: Waiting requests of all users, with Slurm also from outside gpuhub.
     waiting: int = 0
+    #: Those from outside gpuhub.
+    waiting_outside: int = 0
     #: Even a request for free GPUs waits a moment in another scheduler's queue.
     has_delayed_grants: bool = False
     #: Jobs are containers; without Docker on the nodes, they have no port and do not start again.
@@ -206,6 +210,14 @@ class Cluster:
         """Return the known GPUs among these UUIDs, in their order."""
         by_uuid = {gpu.uuid: gpu for node in self.nodes for gpu in node.gpus}
         return tuple(by_uuid[uuid] for uuid in uuids if uuid in by_uuid)
+
+    def is_wanted(self, nodes: frozenset[str], *, owner: str) -> bool:
+        """Return whether others than `owner` wait for what one of these nodes has; in doubt, any request counts."""
+        wanted_by = [node.wanted_by for node in self.nodes if node.name in nodes]
+        known = [owners for owners in wanted_by if owners is not None]
+        if self.waiting_outside or len(known) < len(nodes):
+            return self.waiting > 0
+        return any(name != owner for owners in known for name in owners)
 
     def list_models(self) -> tuple[str, ...]:
         """Return the names of all GPU models."""
@@ -339,11 +351,13 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
                 takes_scavenging=node.get("takes_scavenging") is not False,
                 guest=bool(node.get("guest")),
                 takes_guests=bool(node.get("takes_guests")),
+                wanted_by=None if node.get("wanted_by") is None else tuple(node["wanted_by"]),
             )
             for node in data.get("nodes", ())
         ),
         # With Slurm the jobs of other users wait in the same queue.
         waiting=(data.get("waiting") or 0) + (data.get("waiting_outside") or 0),
+        waiting_outside=data.get("waiting_outside") or 0,
         has_delayed_grants=_parse_grants_later(data),
         has_containers=(data.get("capabilities") or {}).get("containers") is not False,
         profiles=tuple(map(parse_profile, data.get("profiles", ()))),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gpu_launch import environment
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.holdings import LAUNCH
-from gpu_launch.broker.models import EXITED, RUNNING, Cluster
+from gpu_launch.broker.models import EXITED, RUNNING, WAITING, Cluster
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.network import find_own_interface
@@ -257,6 +257,12 @@ class WorkerPools:
         """Return every pool, busy ones included."""
         with self._lock:
             return [_view(pool) for pool in self._pools]
+
+    def has_waiting(self) -> bool:
+        """Return whether a launch of this process waits for GPUs."""
+        with self._lock:
+            jobs = [pool.group.job for pool in self._pools if pool.is_acquired]
+        return any(job is not None and job.state == WAITING for job in jobs)
 
     def pop_notes(self) -> list[str]:
         """Return what happened to idle pools since the last call."""

@@ -174,11 +174,15 @@ class RankSession:
         self._launch.drain()
 
     def others_are_waiting(self) -> bool:
-        """Return whether others wait for GPUs that these ranks use. Thread-safe."""
-        if self._status_broker is None or self.pool.group.is_notebook_only:
+        """Return whether others, or a launch of this notebook, wait for GPUs that these ranks may use. Thread-safe."""
+        group = self.pool.group
+        if self._status_broker is None or group.is_notebook_only or group.job is None:
             return False
+        if worker_pools.has_waiting():
+            return True
+        nodes = frozenset(worker.node for worker in group.workers())
         try:
-            return self._status_broker.get_cluster().waiting > 0
+            return self._status_broker.get_cluster().is_wanted(nodes, owner=group.job.owner)
         except GpuLaunchError:
             # A restart of the broker is not a reason to release GPUs.
             return False

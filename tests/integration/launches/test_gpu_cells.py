@@ -200,6 +200,29 @@ def test_gpu_goes_to_those_who_wait_and_is_taken_again(kernel: Kernel) -> None:
     assert shown.endswith("6\n")
 
 
+def test_gpu_is_kept_from_requests_that_cannot_use_it(kernel: Kernel) -> None:
+    """Those of other nodes, and the user's own, except a launch of the same notebook."""
+    broker = kernel.notebook.broker
+    kernel.good("%%gpu\n1;")
+    (worker,) = broker.groups.values()
+    (node,) = worker.nodes
+    broker.waiting, broker.wanted_by = 2, {node: ("ada",), "elsewhere": ("ben",)}
+    asked = broker.calls.count("GET /cluster")
+    until(lambda: broker.calls.count("GET /cluster") >= asked + 2, "the worker asks twice who waits")
+    assert "idle for" in kernel.good("%gpu")
+    broker.wanted_by = {node: ("ada", "ben")}
+    kernel.shows("is given back, because others wait for GPUs.")
+    broker.waiting, broker.wanted_by = 0, None
+    kernel.good("%%gpu\n1;")
+    assert len(broker.jobs(schemas.JobState.RUNNING)) == 1
+    kernel.good("import gpu_launch, pathlib\npathlib.Path('train.py').write_text('print(1)')")
+    broker.busy = True
+    kernel.begin("gpu_launch.run('train.py')")
+    kernel.shows("is given back, because others wait for GPUs.")
+    broker.grant(*broker.jobs(schemas.JobState.WAITING))
+    assert not kernel.end().kind
+
+
 def test_idle_gpu_is_given_back(notebook: Notebook) -> None:
     """After the time of `--keep`, else the administrator's; other flags take another GPU."""
     with contextlib.closing(Kernel(notebook, gpus=())) as kernel:

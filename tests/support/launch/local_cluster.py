@@ -80,8 +80,9 @@ class LocalBroker:
         self.held: set[str] = set()
         #: The user's leases of notebooks.
         self.leases: list[dict[str, object]] = []
-        #: The number of other users' waiting requests.
+        #: The number of other users' waiting requests, and their owners by node; an older broker names none.
         self.waiting = 0
+        self.wanted_by: dict[str, tuple[str, ...]] | None = None
         #: Every request except renewals and long polls, such as `POST /jobs`.
         self.calls: list[str] = []
         self.changed = threading.Condition()
@@ -291,7 +292,14 @@ class LocalBroker:
             for node in NODES
         ]
         nodes = tuple(
-            schemas.NodeView(name=view.node, state=schemas.NodeState.UP, message=None, gpus=(view,)) for view in views
+            schemas.NodeView(
+                name=view.node,
+                state=schemas.NodeState.UP,
+                message=None,
+                gpus=(view,),
+                wanted_by=None if self.wanted_by is None else self.wanted_by.get(view.node, ()),
+            )
+            for view in views
         )
         return schemas.ClusterView(nodes=nodes, profiles=(), queue=(), waiting=self.waiting, now=datetime.now(UTC))
 

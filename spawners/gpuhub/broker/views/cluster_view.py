@@ -47,6 +47,8 @@ MAX_HOLDERS_SHOWN = 8
 MAX_QUEUE_SHOWN = 1000
 #: The same for requests with an expected start, which takes a pass through the whole queue for each.
 MAX_STARTS_SHOWN = 12
+#: Maximum number of owners that are named for a node.
+MAX_OWNERS_SHOWN = 2
 _UNLEASED = GpuLeaseStatus()
 
 
@@ -110,8 +112,10 @@ def build_cluster(inputs: ClusterViewInput) -> ClusterView:
     queue = [
         (position, inputs.leases[lease_id]) for position, lease_id in enumerate(order, 1) if lease_id in inputs.leases
     ]
-    demand = _count_demand(inputs.engine, [lease for _, lease in queue], gpus)
-    nodes = _build_nodes(inputs, gpus)
+    waiting = [lease for _, lease in queue]
+    demand = _count_demand(inputs.engine, waiting, gpus)
+    wanted_by = _list_waiting_owners(inputs, waiting, demand)
+    nodes = tuple([node.model_copy(update={"wanted_by": wanted_by[node.name]}) for node in _build_nodes(inputs, gpus)])
     return ClusterView(
         nodes=nodes,
         profiles=tuple(
@@ -314,17 +318,30 @@ def _add_external_node(
 
 def _count_demand(
     engine: Scheduler, waiting: Sequence[LeaseRow], gpus: _GpuSummary
-) -> list[tuple[frozenset[str], int]]:
-    """Return the GPUs that meet each requirement in the queue, and the number of requests with it."""
-    kinds = Counter(
-        (lease.resources.requirement, gpus.node_groups & build_request(lease).groups)
-        for lease in waiting
-        if lease.resources.size
-    )
+) -> list[tuple[frozenset[str], Counter[str]]]:
+    """Return the GPUs that meet each requirement in the queue, and the number of requests with it by owner."""
+    kinds: defaultdict[tuple[GpuRequirement, frozenset[str]], Counter[str]] = defaultdict(Counter)
+    for lease in waiting:
+        if lease.resources.size:
+            kinds[lease.resources.requirement, gpus.node_groups & build_request(lease).groups][lease.owner] += 1
     return [
-        (_find_serving(engine, SchedulingRequest(id="", owner="", requirement=kind, groups=groups), gpus)[0], count)
-        for (kind, groups), count in kinds.items()
+        (_find_serving(engine, SchedulingRequest(id="", owner="", requirement=kind, groups=groups), gpus)[0], owners)
+        for (kind, groups), owners in kinds.items()
     ]
+
+
+def _list_waiting_owners(
+    inputs: ClusterViewInput, waiting: Sequence[LeaseRow], demand: Sequence[tuple[frozenset[str], Counter[str]]]
+) -> Mapping[str, tuple[str, ...]]:
+    """Return by node whose requests could be granted there; those without a GPU could be on any node."""
+    anywhere = {lease.owner for lease in waiting if not lease.resources.size}
+    shown: dict[str, tuple[str, ...]] = {}
+    for name, record in inputs.inventory.nodes.items():
+        uuids = {gpu.uuid for gpu in record.gpus}
+        # A request for one of its GPUs may wait for the CPU or memory of those who have another.
+        owners = anywhere.union(*(owners for candidates, owners in demand if not uuids.isdisjoint(candidates)))
+        shown[name] = tuple(heapq.nsmallest(MAX_OWNERS_SHOWN, owners))
+    return shown
 
 
 def _find_serving(
@@ -341,7 +358,10 @@ def _find_serving(
 
 
 def _build_profile(
-    inputs: ClusterViewInput, profile: ProfileSettings, gpus: _GpuSummary, demand: Sequence[tuple[frozenset[str], int]]
+    inputs: ClusterViewInput,
+    profile: ProfileSettings,
+    gpus: _GpuSummary,
+    demand: Sequence[tuple[frozenset[str], Counter[str]]],
 ) -> ProfileView:
     size = build_profile_size(profile, follows_gpus=inputs.cluster.counts_machines)
     request = SchedulingRequest(
@@ -372,7 +392,7 @@ def _build_profile(
         total=len(serving) * profile.gpu_share,
         free=free,
         starts_now=starts_now,
-        ahead=0 if starts_now else sum(count for candidates, count in demand if candidates & serving),
+        ahead=0 if starts_now else sum(owners.total() for candidates, owners in demand if candidates & serving),
         holders=holders,
         share=profile.gpu_share,
         models=profile.models,

@@ -134,6 +134,34 @@ async def test_leases_are_filtered(setting: Setting) -> None:
         assert refused["detail"] == "ovner: there is no such parameter; valid here: node, owner, state"
 
 
+async def test_nodes_name_whose_requests_could_be_granted_there(setting: Setting) -> None:
+    """At most two owners, the same to all callers."""
+
+    def list_owners(view: dict[str, Any]) -> dict[str, list[str]]:
+        return {node["name"]: node["wanted_by"] for node in view["nodes"]}
+
+    job = {"models": ["RTX 5090"], "batch": True}
+    async with asgi_broker(setting) as running:
+        assert set(map(tuple, list_owners(await read(running, "ada", "/cluster")).values())) == {()}
+        for number, owner in enumerate(("cid", "cid", "ben", "ada")):
+            await post(running, owner, "/jobs", {**job, "run_id": f"run-00000{number}"}, 201)
+        expected = {"rig1": ["ada", "ben"], "rig2": [], "rig3": []}
+        assert list_owners(await read(running, "ada", "/cluster")) == expected
+        assert list_owners(await read(running, "root", "/cluster")) == expected
+        assert (await read(running, "ada", "/nodes"))[0]["wanted_by"] is None
+
+
+async def test_request_without_a_gpu_could_be_granted_on_any_node(tmp_path: Path) -> None:
+    """It waits for CPU and memory that holders of GPUs have."""
+    profiles = [ProfileSettings(name="cpu", title="CPU", gpu_count=0)]
+    async with asgi_broker(Setting(tmp_path, cluster=build_cluster(profiles=profiles))) as running:
+        for node in ("rig1", "rig2", "rig3"):
+            await post(running, "root", f"/nodes/{node}/cordon", {"reason": "new fans"})
+        await ask(running, "ben", profile="cpu")
+        view = await read(running, "ada", "/cluster")
+    assert [node["wanted_by"] for node in view["nodes"]] == [["ben"]] * 3
+
+
 async def test_long_queue_is_truncated(setting: Setting) -> None:
     """With how many wait in all, and with all of one's own."""
     job = {"models": ["RTX 5090"], "batch": True}
