@@ -29,7 +29,7 @@ def test_example_runs_to_its_end(notebook: Notebook) -> None:
     assert re.search(r"the cell runs on rig\d RTX \d+\. Given back when others wait", output), output
     assert output.count("the cell runs on") == 1
     assert re.search(r"from \d\.\d{3} to 0\.\d{3}, \d+% right", output), output
-    assert "stays on the worker, for the next %%gpu cell: lock (" in output
+    assert "stays on the worker, and is lost when its GPU is given back: lock (" in output
     assert "the lock is still there, and the answer is 42" in output
     assert re.search(r"rig\d RTX \d+ is given back", output)
     wait_for(lambda: notebook.user.holders() == {}, "the GPU is free")

@@ -67,20 +67,22 @@ class VariableTracker:
         """Return those of `names` that the other side lacks or has in an older state, and note that it gets them.
 
         Variables that share an object with one of these are sent with it. One whose pickle has more than `limit` bytes
-        is refused, except those in `wanted`, for which only the limit of an exchange counts.
+        is refused, except those in `wanted` and those that the other side has in an older state, for which only the
+        limit of an exchange counts.
         """
         values = {name: self._namespace[name] for name in dict.fromkeys(names) if name in self._namespace}
         modules = {name: value.__name__ for name, value in values.items() if isinstance(value, types.ModuleType)}
+        limits = {name: exchange.MAX_BYTES if name in wanted or name in self._digests else limit for name in values}
         prints: dict[str, _Fingerprint] = {}
         refused: dict[str, str] = {}
         too_large: set[str] = set()
         for name in values.keys() - modules.keys():
-            most = exchange.MAX_BYTES if name in wanted else limit
             if self._large.get(name) == id(values[name]) and name not in wanted:
                 too_large.add(name)
                 continue
             try:
-                prints[name] = self._take_fingerprint(name, values[name], most)
+                prints[name] = self._take_fingerprint(name, values[name], limits[name])
+                self._large.pop(name, None)
             except CannotPickle as error:
                 refused[name] = str(error)
             except TooLarge:
@@ -91,14 +93,15 @@ class VariableTracker:
         new_modules = {name: module for name, module in modules.items() if self._digests.get(name) != module.encode()}
         data = self._dump({name: values[name] for name in values if name in chosen})
         if data is None:
-            too_large |= chosen
-            chosen = frozenset()
+            # Large ones must not keep the others from being sent.
+            small = frozenset(name for name in chosen if prints[name].size <= limit)
+            data = self._dump({name: values[name] for name in values if name in small})
+            too_large |= chosen if data is None else chosen - small
+            chosen -= too_large
         self._digests |= {name: prints[name].digest for name in chosen}
         self.note_modules(new_modules)
         sizes = {name: prints[name].size for name in values if name in chosen}
-        refused |= {
-            name: f"more than {_format_limit(exchange.MAX_BYTES if name in wanted else limit)}" for name in too_large
-        }
+        refused |= {name: f"more than {_format_limit(limits[name])}" for name in too_large}
         return Changes(data=data, sizes=sizes, modules=new_modules, refused=refused, too_large=frozenset(too_large))
 
     def apply(self, data: bytes, *, limit: int) -> tuple[str, ...]:

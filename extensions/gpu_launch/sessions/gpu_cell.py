@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import linecache
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from gpu_launch.sessions.cell import CellRequest, CellRun, CellStep, format_fail
 from gpu_launch.sessions.rank_main import ALONE
 from gpu_launch.sessions.session import IdleAction, IdlePolicy, RankSession, SessionKind
 from gpu_launch.sessions.session_manager import SessionManager, count_interrupts, print_note
-from gpu_launch.units import format_span
+from gpu_launch.units import format_memory, format_span
 
 #: The cell runs on this rank; with several GPUs the others only hold theirs, which it sees as well.
 _RANK = 0
@@ -192,7 +192,7 @@ class GpuCellManager(SessionManager):
         if problem:
             refused |= dict.fromkeys(header["sizes"], problem)
         self._announce_large("brought back", header["sizes"])
-        self._announce_kept(refused)
+        self._announce_kept(refused, large=header["too_large"])
 
     def _take(self, frames: Iterable[bytes]) -> str:
         """Put the worker's variables into the namespace; return why that is not possible, empty if it is."""
@@ -230,8 +230,7 @@ class GpuCellManager(SessionManager):
         # The next cell starts in the same worker, if that is still there.
         session.close("ended", is_final=False)
         self._loss = "The worker has ended."
-        gone = f" Gone with it: {', '.join(self.kept)}." if self.kept else ""
-        text = f"{reason}\nThe worker has ended.{gone} {_AGAIN}"
+        text = f"{reason}\nThe worker has ended.{self._describe_gone()} {_AGAIN}"
         if was_interrupted:
             raise LaunchInterrupted(f"the cell is stopped.\n{text}")
         raise LaunchFailed(text)
@@ -241,7 +240,7 @@ class GpuCellManager(SessionManager):
             return
         nodes = self._nodes(session)
         why = "others wait for GPUs" if others_wait else f"no cell ran for {format_span(self._keep_s)}"
-        gone = f" Gone with it: {', '.join(self.kept)}." if self.kept else ""
+        gone = self._describe_gone()
         self._mark_lost(session, f"{nodes} was given back, because {why}.{gone}")
         session.release_workers()
         print_note(f"{nodes} is given back, because {why}.{gone} {_AGAIN}")
@@ -258,12 +257,33 @@ class GpuCellManager(SessionManager):
             listed = ", ".join(f"{name} ({format_size(size)})" for name, size in largest if size >= LARGE_BYTES / 10)
             self._write(f"{what} {listed}")
 
-    def _announce_kept(self, refused: Mapping[str, str]) -> None:
+    def _announce_kept(self, refused: Mapping[str, str], *, large: Collection[str]) -> None:
+        """Name what stays on the worker, before it is lost there, and how to keep what is only too large."""
         new = {name: why for name, why in sorted(refused.items()) if self.kept.get(name) != why}
         self.kept |= new
-        if new:
-            noun = "stays" if len(new) == 1 else "stay"
-            self._write(f"{noun} on the worker, for the next %%gpu cell: {_format_reasons(new)}")
+        if not new:
+            return
+        stays, lost = ("stays", "is lost") if len(new) == 1 else ("stay", "are lost")
+        text = f"{stays} on the worker, and {lost} when its GPU is given back: {_format_reasons(new)}"
+        if old := self._format_own(new):
+            text += f". {old}"
+        if names := ",".join(name for name in new if name in large):
+            text += (
+                f". To keep {names}: save to a file in your home in the next %%gpu cell, or up to "
+                f"{format_memory(MAX_BYTES // 1024**2)}: %%gpu --return {names}"
+            )
+        self._write(text)
+
+    def _describe_gone(self) -> str:
+        if not self.kept:
+            return ""
+        old = self._format_own(self.kept)
+        return f" Gone with it: {', '.join(self.kept)}." + (f" {old}." if old else "")
+
+    def _format_own(self, names: Iterable[str]) -> str:
+        """Format which of these the notebook has as well; empty for none."""
+        own = [name for name in names if name in self._namespace]
+        return f"The notebook has an older {', '.join(own)}" if own else ""
 
     def _write(self, text: str) -> None:
         self._screen.write("stdout", f"gpu_launch: {text}\n")

@@ -161,6 +161,7 @@ class SessionRank:
             sizes=dict(changes.sizes),
             modules=dict(changes.modules),
             refused=dict(changes.refused),
+            too_large=sorted(changes.too_large),
             deleted=deleted,
         )
 

@@ -11,7 +11,7 @@ from gpu_launch.common.exchange import MAX_BYTES
 from gpu_launch.common.variables import Changes, VariableTracker
 from gpu_launch.sessions import cell_names
 
-#: Larger values stay on the worker, unless the cell names them with `--return`.
+#: Larger values that the notebook does not have stay on the worker, unless the cell names them with `--return`.
 RETURN_BYTES = 256 * 1024**2
 
 

@@ -94,7 +94,7 @@ def test_what_cannot_be_pickled_stays_on_the_worker(kernel: Kernel) -> None:
     """It is named, the next cell has it, and a cell that asks for a variable that cannot be sent is told why."""
     kernel.good("import threading\nhandle = threading.Lock()")
     shown = kernel.good("%%gpu\nimport threading\nlock = threading.Lock()\nplain = 7")
-    assert "gpu_launch: stays on the worker, for the next %%gpu cell: lock (" in shown
+    assert "gpu_launch: stays on the worker, and is lost when its GPU is given back: lock (" in shown
     assert kernel.good("print(plain, 'lock' in globals(), threading.__name__)") == "7 False threading\n"
     assert kernel.good("%%gpu\nprint(lock.locked())") == "False\n"
     assert "Only there: lock (" in kernel.good("%gpu")
@@ -256,12 +256,27 @@ def test_one_process_runs_the_cell_whatever_the_number_of_gpus(notebook: Noteboo
 
 
 def test_large_variables_are_named_with_their_size(kernel: Kernel) -> None:
-    """In both directions; above a limit they stay on the worker until they are asked for by name."""
+    """In both directions; new ones above a limit stay on the worker until they are asked for by name."""
     kernel.good("import numpy\nimages = numpy.ones(4_000_000)")
     shown = kernel.good("%%gpu\nsums = images + 1\nhuge = numpy.ones(40_000_000)")
     assert "gpu_launch: sending images (32 MB)\n" in shown
     assert "gpu_launch: brought back sums (32 MB)\n" in shown
-    assert "stays on the worker, for the next %%gpu cell: huge (more than 256 MiB)\n" in shown
+    assert (
+        "stays on the worker, and is lost when its GPU is given back: huge (more than 256 MiB). To keep huge: save to a "
+        "file in your home in the next %%gpu cell, or up to 2 GiB: %%gpu --return huge\n"
+    ) in shown
     assert kernel.good("print(sums.mean(), 'huge' in globals())") == "2.0 False\n"
     assert "brought back huge (320 MB)\n" in kernel.good("%%gpu --return huge\n1;")
     assert kernel.good("print(huge.size)") == "40000000\n"
+    # The notebook has it now, and must not keep an older one.
+    assert "huge" not in kernel.good("%%gpu\nprint(huge.size)")
+    assert "brought back huge (320 MB)\n" in kernel.good("%%gpu\nhuge += 1")
+    assert kernel.good("print(huge[0])") == "2.0\n"
+    shown = kernel.good("%%gpu\nimport threading\nhuge = threading.Lock()")
+    assert re.search(
+        r"lost when its GPU is given back: huge \(cannot be .*\)\. The notebook has an older huge\n", shown
+    )
+    kernel.notebook.broker.waiting = 1
+    kernel.shows(
+        "because others wait for GPUs. Gone with it: huge. The notebook has an older huge. The next %%gpu cell"
+    )

@@ -114,6 +114,25 @@ def test_what_cannot_travel_is_named(sides):
     assert wanted.sizes["large"] > 2 * MIB
 
 
+def test_what_the_other_side_has_travels_whatever_its_size(sides):
+    """It would keep an older value, and use it."""
+    sides.here["data"] = bytearray(MIB // 2)
+    assert sides.send("data") == ["data"]
+    sides.there["data"] *= 3
+    assert sides.bring("data") == ["data"]
+    assert len(sides.here["data"]) == 3 * MIB // 2
+    assert sides.bring("data") == []
+
+
+def test_a_large_variable_keeps_no_small_one_from_travelling(sides, monkeypatch):
+    """Where all together are too large."""
+    monkeypatch.setattr(exchange, "MAX_BYTES", 4 * MIB)
+    sides.there.update(a=bytes(3 * MIB), b=bytes(3 * MIB), losses=[1])
+    changes = sides.worker.find_changes(["a", "b", "losses"], limit=MIB, wanted=("a", "b"))
+    assert (changes.too_large, list(changes.sizes)) == ({"a", "b"}, ["losses"])
+    assert sides.notebook.apply(changes.data, limit=MIB) == ("losses",)
+
+
 def test_all_variables_together_have_a_limit(sides, monkeypatch):
     """Nothing is sent above it."""
     monkeypatch.setattr(exchange, "MAX_BYTES", MIB)
