@@ -104,6 +104,14 @@ class VariableTracker:
         refused |= {name: f"more than {_format_limit(limits[name])}" for name in too_large}
         return Changes(data=data, sizes=sizes, modules=new_modules, refused=refused, too_large=frozenset(too_large))
 
+    def note_outdated(self, names: Iterable[str]) -> None:
+        """Note that the other side has another value of these, or none."""
+        self._digests |= dict.fromkeys(names, b"")
+
+    def list_outdated(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of `names` that were sent in either direction, and that this side has changed or lacks now."""
+        return tuple(name for name in names if name in self._digests and not self._is_current(name))
+
     def apply(self, data: bytes, *, limit: int) -> tuple[str, ...]:
         """Take the variables of the other side's `Changes.data`; return their names.
 
@@ -119,6 +127,17 @@ class VariableTracker:
     def note_modules(self, modules: Mapping[str, str]) -> None:
         """Note that both sides have these modules."""
         self._digests |= {name: module.encode() for name, module in modules.items()}
+
+    def _is_current(self, name: str) -> bool:
+        if name not in self._namespace:
+            return False
+        value = self._namespace[name]
+        if isinstance(value, types.ModuleType):
+            return self._digests[name] == value.__name__.encode()
+        try:
+            return self._digests[name] == self._take_fingerprint(name, value, exchange.MAX_BYTES).digest
+        except (CannotPickle, TooLarge):
+            return False
 
     def _note(self, name: str, value: Any, limit: int) -> None:
         try:

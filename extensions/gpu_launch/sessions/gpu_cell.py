@@ -124,6 +124,8 @@ class GpuCellManager(SessionManager):
         for name in self._sent:
             self.kept.pop(name, None)
         self._announce_large("sending", changes.sizes)
+        # A cell may give a variable, without using it, the value that it had when it was sent last.
+        unused = set(cell.variables["named"]).difference(cell.variables["names"])
         return replace(
             cell,
             ranks=(_RANK,),
@@ -133,6 +135,7 @@ class GpuCellManager(SessionManager):
                 "named": cell.variables["named"],
                 "wanted": cell.variables["wanted"],
                 "modules": dict(changes.modules),
+                "outdated": self._tracker.list_outdated(unused),
                 "unsent": {**self._gone, **changes.refused},
             },
         )

@@ -36,6 +36,7 @@ class RankVariables:
         """
         self.has_taken = False
         self._named, self._wanted = frozenset(sent["named"]), tuple(sent["wanted"])
+        self._tracker.note_outdated(sent["outdated"])
         try:
             for name, module in sent["modules"].items():
                 self._namespace[name] = importlib.import_module(module)

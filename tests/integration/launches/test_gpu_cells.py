@@ -85,6 +85,11 @@ def test_changes_in_functions_come_back(kernel: Kernel) -> None:
     assert kernel.good("print(model.w, 'step' in globals())") == "63 False\n"
     kernel.good("import torch\n@torch.no_grad()\ndef grow(): model.w += 1")
     kernel.good("%%gpu\ngrow()")
+    # A value that is the same as after an earlier cell, where the notebook has another one by now, or none.
+    for change in ("step = 0", "del step", "1;"):
+        kernel.good("%%gpu\nfor step in range(3): pass")
+        assert kernel.good("print(step)") == "2\n"
+        kernel.good(change)
     # The notebook has what was trained also when the GPU is gone.
     kernel.good("%gpu --stop")
     assert kernel.good("%%gpu\nprint(model.w)").endswith("\n64\n")

@@ -71,6 +71,20 @@ class Part:
         self.value = value
 
 
+def test_value_of_before_travels_again_where_the_other_side_has_changed_it(sides):
+    """Or does not have it any more; the side that changed it says so, without sending it."""
+    sides.there.update(step=99, best=1)
+    sides.bring("step", "best")
+    assert sides.notebook.list_outdated(["step", "best", "missing"]) == ()
+    sides.here["step"] = 0
+    del sides.here["best"]
+    outdated = sides.notebook.list_outdated(["step", "best", "missing"])
+    assert outdated == ("step", "best")
+    sides.worker.note_outdated(outdated)
+    assert sides.bring("step", "best") == ["best", "step"]
+    assert (sides.here["step"], sides.here["best"]) == (99, 1)
+
+
 def test_variables_that_share_an_object_travel_together(sides):
     """And go on sharing it; an equal one of its own stays."""
     part = Part(1)
