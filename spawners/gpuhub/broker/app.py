@@ -23,6 +23,7 @@ from gpuhub.broker import audit
 from gpuhub.broker.admission.users import UserDirectory
 from gpuhub.broker.api import dependencies, problems
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
+from gpuhub.broker.api.lists import ListRenderer
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.routes import (
     cluster_routes,
@@ -251,6 +252,7 @@ def create_app(
     parts = {
         "core": core,
         "broker": operations,
+        "lists": ListRenderer(),
         "costs": CostOperations(core, backend),
         "recipes": RecipeOperations(core.cluster.jobs.recipes),
         "live_views": LiveViews(core, operations),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import APIKeyHeader
-from pydantic import BaseModel
 
 from gpuhub.broker import audit
 from gpuhub.broker.api.auth import Authenticator
+from gpuhub.broker.api.lists import ListRenderer
 from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.operations import BrokerOperations
-from gpuhub.broker.views import slices
 from gpuhub.broker_api.schemas import GroupName, UserName
 from gpuhub.domain.models import Identity
 
@@ -75,13 +74,17 @@ def create_router(tag: str) -> APIRouter:
     return APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=[tag])
 
 
-async def render_list(views: Sequence[BaseModel], status: int = 200) -> Response:
-    """Return views as JSON; FastAPI would check and convert all of them at once, which takes long for thousands."""
-    texts = await slices.collect(view.model_dump_json() for view in views)
-    return Response(f"[{','.join(texts)}]", status, media_type="application/json")
-
-
 Caller = Annotated[Identity, Depends(identify)]
+
+
+async def hold_list(request: Request, caller: Caller) -> AsyncIterator[ListRenderer]:
+    """Yield the app's renderer of lists, and count a list until it is sent."""
+    lists = cast("ListRenderer", request.app.state.lists)
+    with lists.acquire(caller):
+        yield lists
+
+
+Lists = Annotated[ListRenderer, Depends(hold_list)]
 Watch = Annotated[AccessWatch, Depends(get_access_watch)]
 Broker = Annotated[BrokerOperations, Depends(get_broker)]
 Admin = Annotated[AdminOperations, Depends(get_admin)]

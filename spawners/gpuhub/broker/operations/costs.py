@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 
 from gpuhub.backends.interface import AccountedHours, SchedulingBackend
@@ -32,14 +32,14 @@ class CostOperations:
         self._core = core
         self._backend = backend
 
-    async def list_recent(self, caller: Identity, owner: str | None, limit: int) -> list[CostView]:
+    async def list_recent(self, caller: Identity, owner: str | None, limit: int) -> Iterator[CostView]:
         """Return what holds GPUs now, and then what ended last, newest first; at most `limit`.
 
         Raises:
             NotAllowed: the owner is another user, and the caller is not an administrator.
         """
         whose = _check_owner(caller, owner)
-        return [serializers.build_costs(record) for record in await self._core.costs.list_recent(whose, limit)]
+        return (serializers.build_costs(record) for record in await self._core.costs.list_recent(whose, limit))
 
     async def report(
         self, caller: Identity, by: ReportDimension, since: date | None, until: date | None, owner: str | None

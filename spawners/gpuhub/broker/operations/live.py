@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from gpuhub.broker.admission import access
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
-from gpuhub.broker.views import serializers, views
+from gpuhub.broker.views import serializers, slices, views
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.broker_api.schemas.live import JobSummaryView, OwnView
 from gpuhub.common.errors import NotAllowed
@@ -152,7 +152,7 @@ class LiveViews:
             all_usage=tuple(await self._operations.usage(caller, None)) if caller.is_admin else (),
             shares=tuple(serializers.build_output_share(row, caller.name) for row in shares[:MAX_LISTED_SHARES]),
             more_shares=max(0, len(shares) - MAX_LISTED_SHARES),
-            quarantined=tuple(await self._operations.leases(caller, state=LeaseState.QUARANTINED))
+            quarantined=tuple(await slices.collect(self._operations.leases(caller, state=LeaseState.QUARANTINED)))
             if caller.is_admin
             else (),
         )

@@ -5,7 +5,7 @@ A long poll answers as soon as its lease or job changes, without waking the clie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from gpuhub.broker.operations.long_polls import ReadVersion, wait_for_change
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.broker.views import slices, views
+from gpuhub.broker.views import views
 from gpuhub.broker.views.explanations import PendingExplainer
 from gpuhub.broker.views.views import ClusterViewCache
 from gpuhub.broker_api.schemas import (
@@ -45,7 +45,7 @@ from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
 from gpuhub.domain import job_states
 from gpuhub.domain import lease_states as leases
 from gpuhub.domain import reservations as reservation_rules
-from gpuhub.domain.models import Identity, LeaseRow
+from gpuhub.domain.models import Identity, JobRow, LeaseRow
 
 #: Maximum number of jobs in a list that includes ended ones.
 MAX_JOBS = 200
@@ -113,10 +113,10 @@ class BrokerOperations:
         await self._poll(caller, lease_id, read_version, version, wait_s)
         return await self.lease(caller, lease_id)
 
-    async def leases(
+    def leases(
         self, caller: Identity, *, owner: str | None = None, state: LeaseState | None = None, node: str | None = None
-    ) -> list[LeaseView]:
-        """Return leases that have not ended: the caller's own, or all for an administrator.
+    ) -> Iterator[LeaseView]:
+        """Yield leases that have not ended: the caller's own, or all for an administrator.
 
         With `owner`, `state` or `node` only those of this owner, in this state, or with containers on this node.
         """
@@ -128,7 +128,7 @@ class BrokerOperations:
             if owner in (None, row.owner) and state in (None, row.state) and (node is None or node in row.nodes)
         )
         leases = sorted(found, key=lambda row: row.seq)
-        return await slices.collect(views.view_lease(self._core, lease) for lease in leases)
+        return (views.view_lease(self._core, lease) for lease in leases)
 
     async def activate(self, caller: Identity, lease_id: str, activation: ActivationRequest) -> LeaseView:
         """Record the notebook's container, which may be started after this succeeds.
@@ -220,7 +220,7 @@ class BrokerOperations:
         job = await self._admission.submit_job(caller, request)
         return await self.job(caller, job.id)
 
-    async def request_array(self, caller: Identity, request: ArrayRequest) -> list[JobView]:
+    async def request_array(self, caller: Identity, request: ArrayRequest) -> Iterator[JobView]:
         """Request an array of jobs with one GPU each, all or none; runs that have a job already keep it.
 
         Raises:
@@ -228,9 +228,8 @@ class BrokerOperations:
         """
         await self._validate(request.job, is_array=True)
         rows = await self._admission.submit_array(caller, request)
-        if all(row.id in self._core.ledger.snapshot.jobs for row in rows):
-            return await self._view_jobs([row.id for row in rows])
-        return [await self.job(caller, row.id) for row in rows]
+        jobs = [await access.find_job(self._core, caller, row.id) for row in rows]
+        return await views.view_jobs(self._core, [(job, await views.read_job_lease(self._core, job)) for job in jobs])
 
     async def check_job(self, caller: Identity, request: JobCheckRequest) -> None:
         """Refuse what `request_job` or `request_array` would refuse, and request nothing.
@@ -276,27 +275,21 @@ class BrokerOperations:
         await self._poll(caller, job_id, read_version, version, wait_s)
         return await self.job(caller, job_id)
 
-    async def jobs(self, caller: Identity, *, ended: bool = False) -> list[JobView]:
+    async def jobs(self, caller: Identity, *, ended: bool = False) -> Iterator[JobView]:
         """Return jobs that have not ended: the caller's own, or all for an administrator.
 
         With `ended`, recently ended jobs as well: the `MAX_JOBS` newest ones, newest first.
         """
         ledger = self._core.ledger
-        rows = ledger.snapshot.jobs.values() if caller.sees_all else ledger.find_jobs("jobs of owner", caller.name)
-        open_rows = sorted(rows, key=lambda row: (row.created_at, row.run_id))
-        if not ended:
-            return await self._view_jobs([row.id for row in open_rows])
-        shown = await self._view_jobs([row.id for row in reversed(open_rows[-MAX_JOBS:])])
-        ended_jobs = await views.view_ended_jobs(self._core, caller, MAX_JOBS - len(shown))
-        shown_ids = {job.id for job in shown}
-        all_jobs = [*shown, *(job for job in ended_jobs if job.id not in shown_ids)]
-        return sorted(all_jobs, key=lambda job: (job.created_at, job.run_id), reverse=True)
-
-    async def _view_jobs(self, ids: Sequence[str]) -> list[JobView]:
-        """Return open jobs, as they are at the moment of the call."""
-        snapshot = self._core.ledger.snapshot
-        rows = ((job, snapshot.leases[job.lease_id]) for job in (snapshot.jobs[job_id] for job_id in ids))
-        return await slices.collect(views.build_job(self._core, job, lease) for job, lease in rows)
+        jobs = ledger.snapshot.jobs.values() if caller.sees_all else ledger.find_jobs("jobs of owner", caller.name)
+        rows = [(job, ledger.snapshot.leases[job.lease_id]) for job in sorted(jobs, key=_job_order)]
+        if ended:
+            rows = rows[-MAX_JOBS:]
+            shown = {job.id for job, _ in rows}
+            ended_rows = await views.read_ended_jobs(self._core, caller, MAX_JOBS - len(rows))
+            rows += [(job, lease) for job, lease in ended_rows if job.id not in shown]
+            rows.sort(key=lambda row: _job_order(row[0]), reverse=True)
+        return await views.view_jobs(self._core, rows)
 
     async def renew(self, caller: Identity, job_id: str) -> None:
         """Record a heartbeat of the job's notebook.
@@ -354,10 +347,10 @@ class BrokerOperations:
         usage = views.view_usage(self._core, caller, owner)
         return await self._backend.count_usage(usage, is_everybody=owner is None and caller.sees_all)
 
-    async def events(self, caller: Identity, after: int | None, limit: int) -> list[EventView]:
+    async def events(self, caller: Identity, after: int | None, limit: int) -> Iterator[EventView]:
         """Return events, oldest first: those about the caller, or all for an administrator."""
         rows = await self._core.read_events(after, limit, None if caller.sees_all else caller.name)
-        return [views.view_event(row) for row in rows]
+        return (views.view_event(row) for row in rows)
 
     def reservations(self) -> list[ReservationView]:
         """Return reservations that have not ended."""
@@ -392,6 +385,10 @@ class BrokerOperations:
     def _note_poll(self, caller: Identity, lease: LeaseRow) -> None:
         if caller.any_owner and lease.is_open:
             self._core.heartbeats.record(lease.id)
+
+
+def _job_order(job: JobRow) -> tuple[float, str]:
+    return job.created_at, job.run_id
 
 
 def _open_lease(draft: Transaction, lease_id: str) -> LeaseRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpuhub.broker import audit
@@ -39,13 +39,14 @@ class ShareOperations:
         self._files = files
         self._users = users
 
-    def list_shares(self, caller: Identity) -> list[OutputShareView]:
-        """Return the caller's shares and those with the caller; for administrators those of all users."""
+    def list_shares(self, caller: Identity) -> Iterator[OutputShareView]:
+        """Yield the caller's shares and those with the caller; for administrators those of all users."""
+        rows: Sequence[OutputShareRow] = ()
         if caller.sees_all:
-            return _view(self._shares.select(), caller)
-        if not caller.is_user:
-            return []
-        return _view([*self._shares.select(owner=caller.name), *self._shares.select(viewer=caller.name)], caller)
+            rows = self._shares.select()
+        elif caller.is_user:
+            rows = [*self._shares.select(owner=caller.name), *self._shares.select(viewer=caller.name)]
+        return (serializers.build_output_share(row, caller.name) for row in rows)
 
     async def share(self, caller: Identity, job_id: str, viewer: str, for_s: int) -> OutputShareView:
         """Share the output of the caller's job with a user; a repeated call sets the expiry again.

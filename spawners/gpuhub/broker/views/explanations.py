@@ -5,11 +5,9 @@ An answer is computed in steps, one for each requirement of the request, between
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from weakref import WeakValueDictionary
 
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.views import serializers, slices
@@ -20,9 +18,6 @@ from gpuhub.scheduler.interface import Constraint
 
 #: An explanation is computed again after this time even if nothing has changed, seconds.
 MAX_AGE_S = 1.0
-#: A caller's next explanation is computed after a pause of this many times the time of the last one, and at most this
-#: many seconds.
-PAUSE_FACTOR, MAX_PAUSE_S = 3.0, 1.0
 #: Maximum number of explanations that are kept.
 MAX_KEPT = 256
 
@@ -42,9 +37,7 @@ class PendingExplainer:
     def __init__(self, core: BrokerState) -> None:
         self._core = core
         self._kept: dict[str, _KeptExplanation] = {}
-        #: Held by each caller while an explanation is computed, and during the pause that follows.
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._computing = asyncio.Lock()
+        self._turns = slices.FairTurns()
 
     async def explain(self, caller: str, lease: LeaseRow) -> PendingReasonView:
         """Return why a request waits.
@@ -52,19 +45,9 @@ class PendingExplainer:
         Raises:
             Conflict: It does not wait any more.
         """
-        turn, asked_at = self._turns.setdefault(caller, asyncio.Lock()), self._core.clock.monotonic()
-        await turn.acquire()
-        loop, pause_s = asyncio.get_running_loop(), 0.0
-        try:
-            view = self._find_kept(lease.id, asked_at)
-            if view is None:
-                async with self._computing:
-                    began = loop.time()
-                    view = await self._compute(lease)
-                    pause_s = min(MAX_PAUSE_S, PAUSE_FACTOR * (loop.time() - began))
-            return view
-        finally:
-            loop.call_later(pause_s, turn.release)
+        asked_at = self._core.clock.monotonic()
+        async with self._turns.take(caller):
+            return self._find_kept(lease.id, asked_at) or await self._compute(lease)
 
     async def _compute(self, lease: LeaseRow) -> PendingReasonView:
         core, inputs, computed_at = self._core, self._inputs(), self._core.clock.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpuhub.backends.interface import SchedulingBackend
@@ -107,23 +108,36 @@ async def view_job(core: BrokerState, job: JobRow) -> JobView:
     Raises:
         NotFound: its lease does not exist.
     """
+    [view] = await view_jobs(core, [(job, await read_job_lease(core, job))])
+    return view
+
+
+async def view_jobs(core: BrokerState, rows: Sequence[tuple[JobRow, LeaseRow]]) -> Iterator[JobView]:
+    """Return jobs, each of which is built when it is taken from the iterator."""
+    costs = await core.costs.find([job.id for job, _ in rows if not job.is_open])
+    return (build_job(core, job, lease, costs.get(job.id)) for job, lease in rows)
+
+
+async def read_job_lease(core: BrokerState, job: JobRow) -> LeaseRow:
+    """Return a job's lease from the ledger or the store.
+
+    Raises:
+        NotFound: its lease does not exist.
+    """
     lease = core.ledger.snapshot.leases.get(job.lease_id) if job.is_open else None
     lease = lease or core.ledger.ended_leases.get(job.lease_id)
     if lease is None:
         lease = await asyncio.to_thread(core.store.get_lease, job.lease_id)
     if lease is None:
         raise NotFound(f"there is no job {job.id!r}")
-    costs = {} if job.is_open else await core.costs.find([job.id])
-    return build_job(core, job, lease, costs.get(job.id))
+    return lease
 
 
-async def view_ended_jobs(core: BrokerState, caller: Identity, limit: int) -> list[JobView]:
+async def read_ended_jobs(core: BrokerState, caller: Identity, limit: int) -> list[tuple[JobRow, LeaseRow]]:
     """Return jobs that ended within `[jobs] remember`, newest first: the caller's own, or all for an administrator."""
     since = core.clock.now() - core.cluster.jobs.remember
     owner = None if caller.sees_all else caller.name
-    rows = await asyncio.to_thread(core.store.list_ended_jobs, owner, since, limit)
-    costs = await core.costs.find([job.id for job, _ in rows])
-    return [build_job(core, job, lease, costs.get(job.id)) for job, lease in rows]
+    return await asyncio.to_thread(core.store.list_ended_jobs, owner, since, limit)
 
 
 def build_job(core: BrokerState, job: JobRow, lease: LeaseRow, costs: CostRecord | None = None) -> JobView:

@@ -15,6 +15,7 @@ from gpuhub.broker.api.dependencies import (
     After,
     Broker,
     Caller,
+    Lists,
     OfGroups,
     Owner,
     create_router,
@@ -86,7 +87,7 @@ async def get_usage(caller: Caller, broker: Broker, owner: Owner = None) -> list
     return await broker.usage(caller, owner)
 
 
-@api.get("/events", responses=document_problems(422))
-async def get_events(caller: Caller, broker: Broker, after: After = None, limit: Limit = 100) -> list[EventView]:
+@api.get("/events", response_model=list[EventView], responses=document_problems(422, 429))
+async def get_events(caller: Caller, broker: Broker, lists: Lists, after: After = None, limit: Limit = 100) -> Response:
     """Return events, oldest first: those about the caller, or all for an administrator."""
-    return await broker.events(caller, after, limit)
+    return await lists.render(caller, await broker.events(caller, after, limit))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import date
 from typing import Annotated, cast
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Query, Request, Response
 
-from gpuhub.broker.api.dependencies import Caller, Owner, create_router
+from gpuhub.broker.api.dependencies import Caller, Lists, Owner, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker_api.schemas import CostView, ReportDimension, ReportView
@@ -30,13 +30,15 @@ Until = Annotated[date | None, Query(description="Last day (UTC); default: today
 api = create_router("costs")
 
 
-@api.get("/costs", responses=document_problems(422))
-async def get_costs(caller: Caller, costs: Operations, owner: Owner = None, limit: Limit = 20) -> list[CostView]:
+@api.get("/costs", response_model=list[CostView], responses=document_problems(422, 429))
+async def get_costs(
+    caller: Caller, costs: Operations, lists: Lists, owner: Owner = None, limit: Limit = 20
+) -> Response:
     """Return what running jobs and notebooks have used, then those that ended last; the caller's, or all for an admin.
 
     Records of ended ones are kept as long as ended leases.
     """
-    return await costs.list_recent(caller, owner, limit)
+    return await lists.render(caller, await costs.list_recent(caller, owner, limit))
 
 
 @api.get("/costs/report", responses=document_problems(422))

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Query, Request, Response
 
-from gpuhub.broker.api.dependencies import Broker, Caller, ResourceId, Version, WaitS, create_router, render_list
+from gpuhub.broker.api.dependencies import Broker, Caller, Lists, ResourceId, Version, WaitS, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.recipes import RecipeOperations
 from gpuhub.broker_api.schemas import ArrayRequest, JobCheckRequest, JobRequest, JobView, RecipeView
@@ -29,10 +29,10 @@ async def post_job(body: JobRequest, caller: Caller, broker: Broker) -> JobView:
     return await broker.request_job(caller, body)
 
 
-@api.get("/jobs", response_model=list[JobView], responses=document_problems(422))
-async def get_jobs(caller: Caller, broker: Broker, ended: Ended = False) -> Response:
+@api.get("/jobs", response_model=list[JobView], responses=document_problems(422, 429))
+async def get_jobs(caller: Caller, broker: Broker, lists: Lists, ended: Ended = False) -> Response:
     """Return jobs that have not ended, with `ended` also recent ones: the caller's own, or all for an administrator."""
-    return await render_list(await broker.jobs(caller, ended=ended))
+    return await lists.render(caller, await broker.jobs(caller, ended=ended))
 
 
 @api.post(
@@ -41,9 +41,9 @@ async def get_jobs(caller: Caller, broker: Broker, ended: Ended = False) -> Resp
     response_model=list[JobView],
     responses=document_problems(409, 413, 422, 429),
 )
-async def post_array(body: ArrayRequest, caller: Caller, broker: Broker) -> Response:
+async def post_array(body: ArrayRequest, caller: Caller, broker: Broker, lists: Lists) -> Response:
     """Request an array of jobs with one GPU each; all are accepted, or none."""
-    return await render_list(await broker.request_array(caller, body), status=201)
+    return await lists.render(caller, await broker.request_array(caller, body), 201)
 
 
 @api.post(

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Query, Request, Response
 
-from gpuhub.broker.api.dependencies import Broker, Caller, Owner, ResourceId, Version, WaitS, create_router, render_list
+from gpuhub.broker.api.dependencies import Broker, Caller, Lists, Owner, ResourceId, Version, WaitS, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
 from gpuhub.broker_api.schemas import (
@@ -41,12 +41,12 @@ async def post_lease(body: LeaseRequest, caller: Caller, broker: Broker, wait_s:
     return await broker.request_lease(caller, body, wait_s)
 
 
-@api.get("/leases", response_model=list[LeaseView], responses=document_problems(422))
+@api.get("/leases", response_model=list[LeaseView], responses=document_problems(422, 429))
 async def get_leases(
-    caller: Caller, broker: Broker, owner: Owner = None, state: State = None, node: OnNode = None
+    caller: Caller, broker: Broker, lists: Lists, *, owner: Owner = None, state: State = None, node: OnNode = None
 ) -> Response:
     """Return leases that have not ended: the caller's own, or all for an administrator."""
-    return await render_list(await broker.leases(caller, owner=owner, state=state, node=node))
+    return await lists.render(caller, broker.leases(caller, owner=owner, state=state, node=node))
 
 
 @api.get("/leases/{lease_id}", responses=document_problems(404, 422))

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Path, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from gpuhub.broker.api.dependencies import Caller, ResourceId, Watch, create_router
+from gpuhub.broker.api.dependencies import Caller, Lists, ResourceId, Watch, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.api.routes.file_routes import MAX_TAIL_BYTES, Follow
 from gpuhub.broker.api.routes.live_routes import MAX_STREAM_S, Duration, hold_stream, send_views
@@ -34,10 +34,10 @@ SharedTail = Annotated[int, Query(ge=0, le=MAX_TAIL_BYTES, description="Bytes fr
 api = create_router("output shares")
 
 
-@api.get("/shares", responses=document_problems(422))
-async def get_shares(caller: Caller, shares: Shares) -> list[OutputShareView]:
+@api.get("/shares", response_model=list[OutputShareView], responses=document_problems(422, 429))
+async def get_shares(caller: Caller, shares: Shares, lists: Lists) -> Response:
     """Return the caller's output shares and those with the caller; for administrators those of all users."""
-    return shares.list_shares(caller)
+    return await lists.render(caller, shares.list_shares(caller))
 
 
 @api.delete("/shares", responses=document_problems(422))

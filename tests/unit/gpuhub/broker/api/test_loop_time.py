@@ -1,16 +1,13 @@
-"""The time that one request takes of the event loop, which serves everybody, at the most that one user may create.
-
-Processor time of the loop's thread is measured, not time on a clock: what else runs on the machine does not count.
-"""
+"""The time that requests take of the event loop, which serves everybody, at the most that one user may create."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -22,37 +19,12 @@ from tests.support.broker.calls import post
 from tests.support.broker.full_queue import DEAR_JOB, full_queue
 from tests.support.broker.in_process import Setting, asgi_broker
 from tests.support.docker.simulated_nodes import build_cluster
+from tests.support.loop_time import MAX_STEP_S, LoopTime, measured_loop
 
-#: Longest single step, during which nothing else is served, and all steps of one request; seconds of processor time.
-MAX_STEP_S, MAX_REQUEST_S = 0.1, 0.2
+#: All steps of one request, and one turn of the loop while one user sends hundreds; seconds of processor time.
+MAX_REQUEST_S, MAX_TURN_S = 0.2, 0.5
 #: Longest transaction, of the largest array; seconds of processor time.
 MAX_TRANSACTION_S = 0.5
-
-
-@dataclass(slots=True)
-class LoopTime:
-    """Processor time of the event loop, seconds."""
-
-    longest_step_s: float = 0.0
-    total_s: float = 0.0
-
-
-@contextmanager
-def measured_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTime]:
-    """Measure every callback of the event loop."""
-    found = LoopTime()
-    run = asyncio.Handle._run
-
-    def run_measured(handle: asyncio.Handle) -> None:
-        began = time.thread_time()
-        run(handle)
-        step_s = time.thread_time() - began
-        found.total_s += step_s
-        found.longest_step_s = max(found.longest_step_s, step_s)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(asyncio.Handle, "_run", run_measured)
-        yield found
 
 
 async def measure(monkeypatch: pytest.MonkeyPatch, request: Any) -> tuple[httpx.Response, LoopTime]:
@@ -92,8 +64,11 @@ def list_queries(route: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 
 async def test_no_get_request_holds_up_the_loop(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dearest request of every GET route stays below the limits, asked twice; so others are served in between."""
-    async with full_queue(setting) as (running, jobs), running.client("ada") as client:
+    """The dearest request of every GET route stays below the limits, asked twice; so others are served in between.
+
+    Routes that refuse ada are asked as an administrator.
+    """
+    async with full_queue(setting) as (running, jobs), running.client("ada") as ada, running.client("root") as root:
         assert len(jobs) == 1000
         ids = {
             "lease_id": jobs[-1]["lease"]["id"],
@@ -113,13 +88,47 @@ async def test_no_get_request_holds_up_the_loop(setting: Setting, monkeypatch: p
         ]
         with kept_memory():
             for path, query, turn in asked:
-                answer, took = await measure(monkeypatch, client.get(path.format(**ids), params=query))
+                answer, took = await measure(monkeypatch, ada.get(path.format(**ids), params=query))
+                if answer.status_code == 403:
+                    answer, took = await measure(monkeypatch, root.get(path.format(**ids), params=query))
+                    assert answer.status_code != 403, answer.text
                 assert answer.status_code < 500, answer.text
                 found[path, *query.items(), turn] = took
         slow = {
             key: took for key, took in found.items() if took.longest_step_s > MAX_STEP_S or took.total_s > MAX_REQUEST_S
         }
         assert not slow
+
+
+async def test_many_lists_at_once_leave_the_loop_to_others(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds of lists that one user asks for at once some are rendered, one after the other."""
+    async with full_queue(setting) as (running, _), running.client("ada") as ada, running.client("ben") as ben:
+        replay = {"job": {"run_id": "run-000000", "time_limit_s": 7200, **DEAR_JOB}, "count": 100}
+        requests = [
+            ada.build_request("GET", "/api/v1/jobs"),
+            ada.build_request("GET", "/api/v1/jobs", params={"ended": "true"}),
+            ada.build_request("GET", "/api/v1/leases"),
+            ada.build_request("GET", "/api/v1/events", params={"limit": "1000"}),
+            ada.build_request("POST", "/api/v1/jobs/arrays", json=replay),
+        ]
+        answers: list[httpx.Response] = []
+
+        async def send(request: httpx.Request) -> None:
+            answers.append(await ada.send(request))
+
+        with kept_memory(), measured_loop(monkeypatch) as took:
+            sent = [asyncio.create_task(send(request)) for _ in range(60) for request in requests]
+            health_s = []
+            while not all(task.done() for task in sent):
+                began = time.thread_time()
+                assert (await asyncio.create_task(ben.get("/health"))).status_code == 200
+                health_s.append(time.thread_time() - began)
+                await asyncio.sleep(0.01)
+        assert Counter(answer.status_code // 100 for answer in answers) == {2: 16, 4: 284}
+        refused = [answer.json() for answer in answers if answer.status_code == 429]
+        assert refused[0]["detail"].startswith("ada: 16 lists being read at once are the limit")
+        assert took.longest_turn_s < MAX_TURN_S
+        assert max(health_s) < MAX_TURN_S
 
 
 async def test_a_caller_asks_for_one_explanation_at_a_time(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
