@@ -6,6 +6,7 @@ Processor time of the loop's thread is measured, not time on a clock: what else 
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,3 +54,14 @@ def measured_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTime]:
         run_once = asyncio.BaseEventLoop._run_once  # type: ignore[attr-defined]
         patch.setattr(asyncio.BaseEventLoop, "_run_once", measure(run_once, record_turn))
         yield found
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Leave out of the garbage collections within steps what this test and others have in memory."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -8,13 +8,17 @@ rate of requests.
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections import Counter
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request
 
+from gpuhub.broker.views.slices import SLICE_S
 from gpuhub.tls.internal_certificates import PROXY_CLIENT, PROXY_CLIENT_AUTHORITY
 
 #: Maximum size of the head of a request: request line and headers. The proxy accepts half of it. Bytes.
@@ -32,6 +36,8 @@ MAX_CONNECTIONS = 16384
 MAX_PIPELINED = 16
 #: Maximum size of one WebSocket message, bytes.
 _MAX_MESSAGE_BYTES = 1024 * 1024
+#: Bytes of a WebSocket that are parsed before the next ones wait for the application to take the messages among them.
+_PARSED_BYTES = 8 * 1024
 #: Time for long polls when the broker stops; their clients ask again. Seconds.
 _SHUTDOWN_S = 2
 FORWARDED_FOR = b"x-forwarded-for"
@@ -42,6 +48,7 @@ def build_server_config(app: FastAPI, **options: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedHttpProtocol,
+        ws=BoundedWebSocketProtocol,
         access_log=False,
         log_config=None,
         timeout_graceful_shutdown=_SHUTDOWN_S,
@@ -50,6 +57,8 @@ def build_server_config(app: FastAPI, **options: Any) -> uvicorn.Config:
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
         ws_max_size=_MAX_MESSAGE_BYTES,
+        # It would take the event loop's time: terminals and servers of jobs work without it.
+        ws_per_message_deflate=False,
         **options,
     )
 
@@ -180,6 +189,74 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if not self._open[self._counted_as]:
                 del self._open[self._counted_as]
             self._counted_as = None
+
+
+class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
+    """A WebSocket that keeps little of what its client sends or does not read, and parses it in slices.
+
+    Nothing is read before the application accepts the client.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._unparsed = b""
+        #: Answers to the last pings, while the client does not read.
+        self._pongs = b""
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        # Until `receive` returns the first event, which `accept` waits for.
+        self.read_paused = True
+        self.transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed += data
+        self._parse()
+
+    async def receive(self) -> Any:
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self._parse()
+        return message
+
+    def handle_ping(self) -> None:
+        pongs = b"".join(self.conn.data_to_send())
+        if self.writable.is_set():
+            self.transport.write(pongs)
+        elif pongs:
+            # A client that sends many pings needs an answer to the last one only (RFC 6455, section 5.5.3).
+            self._pongs = pongs
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        pongs, self._pongs = self._pongs, b""
+        self.transport.write(pongs)
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self._abort_later()
+
+    async def run_asgi(self) -> None:
+        await super().run_asgi()
+        self._abort_later()
+
+    def _parse(self) -> None:
+        """Parse what was received, until a slice ends or there are messages for the application."""
+        began = time.thread_time()
+        while self._unparsed and not self.read_paused and not self.transport.is_closing():
+            if time.thread_time() - began >= SLICE_S:
+                self.transport.pause_reading()
+                self.loop.call_soon(self._parse)
+                return
+            part, self._unparsed = self._unparsed[:_PARSED_BYTES], self._unparsed[_PARSED_BYTES:]
+            super().data_received(part)
+        if not self.read_paused:
+            self.transport.resume_reading()
+
+    def _abort_later(self) -> None:
+        """Drop what a client does not read; without it, a closed connection lasts until everything is sent."""
+        self.loop.call_later(self.close_timeout + LINGER_S, self.transport.abort)
 
 
 def _is_proxy(transport: Any, *, is_local: bool) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -19,7 +17,7 @@ from tests.support.broker.calls import post
 from tests.support.broker.full_queue import DEAR_JOB, full_queue
 from tests.support.broker.in_process import Setting, asgi_broker
 from tests.support.docker.simulated_nodes import build_cluster
-from tests.support.loop_time import MAX_STEP_S, LoopTime, measured_loop
+from tests.support.loop_time import MAX_STEP_S, LoopTime, kept_memory, measured_loop
 
 #: All steps of one request, and one turn of the loop while one user sends hundreds; seconds of processor time.
 MAX_REQUEST_S, MAX_TURN_S = 0.2, 0.5
@@ -34,17 +32,6 @@ async def measure(monkeypatch: pytest.MonkeyPatch, request: Any) -> tuple[httpx.
     # The step that ends the request also runs what follows here, up to this point.
     await asyncio.sleep(0)
     return answer, found
-
-
-@contextmanager
-def kept_memory() -> Iterator[None]:
-    """Leave out of the garbage collections within steps what this test and others have in memory."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def list_queries(route: Mapping[str, Any]) -> Iterator[dict[str, str]]:
