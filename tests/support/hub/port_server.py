@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import uvicorn
 from fastapi import FastAPI, Request, Response, WebSocket
 from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
+from gpuhub.common.tasks import cancel_tasks
 from tests.support.docker.simulated_nodes import wait_until
 
 #: A page that uses what pages of apps use, all at relative addresses, and then sets its title.
@@ -135,3 +137,22 @@ def served_port() -> Iterator[PortServer]:
             program.should_exit = True
             program.force_exit = True
             thread.join(10)
+
+
+@asynccontextmanager
+async def endless_requests(url: str, who: str, count: int) -> AsyncIterator[list[httpx.Response]]:
+    """Send requests to `/ticks` of a server below `url`, and yield the responses, to which those are added that begin."""
+    responses: list[httpx.Response] = []
+    headers = {"Authorization": f"Bearer {who}"}
+    async with httpx.AsyncClient(headers=headers, timeout=60, trust_env=False) as client:
+
+        async def send() -> None:
+            responses.append(await client.send(client.build_request("GET", f"{url}/ticks"), stream=True))
+
+        tasks = [asyncio.create_task(send()) for _ in range(count)]
+        try:
+            yield responses
+        finally:
+            await cancel_tasks(tasks)
+            for response in responses:
+                await response.aclose()

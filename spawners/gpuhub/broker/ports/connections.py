@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import httpcore
 
 from gpuhub.broker.files.courier_client import CourierClient
-from gpuhub.common.errors import GpuhubError, NodeUnreachable
+from gpuhub.common.errors import GpuhubError, NodeUnreachable, Unavailable
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.container_spec import COURIER_COMMAND
 from gpuhub.docker.exec_session import start_exec
@@ -25,6 +26,10 @@ from gpuhub.domain.models import WorkerRow
 
 #: Connections to one server at the same time, each with a process in its container, and idle ones that are kept.
 MAX_CONNECTIONS = 32
+#: Requests of one visitor to one server that use connections at the same time; others wait.
+MAX_OF_VISITOR = MAX_CONNECTIONS // 4
+#: Longest time to wait for a connection, seconds.
+MAX_WAIT_S = 30.0
 MAX_IDLE_CONNECTIONS = 6
 #: Time after which unused connections are closed, seconds.
 IDLE_S = 60.0
@@ -76,9 +81,10 @@ class PortStream(httpcore.AsyncNetworkStream):
             raise httpcore.WriteError(str(error)) from None
 
     async def aclose(self) -> None:
+        # At first, since the rest may be cancelled.
+        await self._client.__aexit__(None, None, None)
         self._receiving.cancel()
         await asyncio.gather(self._receiving, return_exceptions=True)
-        await self._client.__aexit__(None, None, None)
 
     def get_extra_info(self, info: str) -> Any:
         return self._received.is_set() if info == "is_readable" else None
@@ -136,7 +142,24 @@ class _ServerPool:
     pool: httpcore.AsyncConnectionPool
     #: Number of requests that use them.
     users: int = 0
+    #: By visitor, who may use some of them at a time.
+    of_visitors: WeakValueDictionary[str, asyncio.Semaphore] = field(default_factory=WeakValueDictionary)
     used_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+
+@asynccontextmanager
+async def _hold_place(places: asyncio.Semaphore, visitor: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(MAX_WAIT_S):
+            await places.acquire()
+    except TimeoutError:
+        raise Unavailable(
+            f"{visitor} has {MAX_OF_VISITOR} requests to this server already, which is the limit: wait until one ends"
+        ) from None
+    try:
+        yield
+    finally:
+        places.release()
 
 
 class PortConnections:
@@ -157,9 +180,13 @@ class PortConnections:
         client = CourierClient(await start_exec(self._daemons, server.node, server.container_id, server.command))
         return PortStream(await client.__aenter__())
 
-    @contextmanager
-    def use_pool(self, server: ServerAddress) -> Iterator[httpcore.AsyncConnectionPool]:
-        """Return the pool of connections to a server; it stays open for the duration of the context."""
+    @asynccontextmanager
+    async def use_pool(self, server: ServerAddress, visitor: str) -> AsyncIterator[httpcore.AsyncConnectionPool]:
+        """Return the pool of connections to a server for one request; it stays open for the duration of the context.
+
+        Raises:
+            Unavailable: the visitor's other requests to the server take too long.
+        """
         key = (server.container_id, server.port)
         if key not in self._pools:
             pool = httpcore.AsyncConnectionPool(
@@ -171,8 +198,10 @@ class PortConnections:
             self._pools[key] = _ServerPool(pool)
         server_pool = self._pools[key]
         server_pool.users += 1
+        places = server_pool.of_visitors.setdefault(visitor, asyncio.Semaphore(MAX_OF_VISITOR))
         try:
-            yield server_pool.pool
+            async with _hold_place(places, visitor):
+                yield server_pool.pool
         finally:
             server_pool.users -= 1
             server_pool.used_at = asyncio.get_running_loop().time()

@@ -30,7 +30,7 @@ from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import headers, pages
-from gpuhub.broker.ports.connections import PortConnections, ServerAddress, find_worker_server
+from gpuhub.broker.ports.connections import MAX_WAIT_S, PortConnections, ServerAddress, find_worker_server
 from gpuhub.broker.ports.visits import Visits
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
@@ -47,8 +47,7 @@ STORAGE_SCRIPT = "/storage.js"
 _STORAGE_PATH = dependencies.PREFIX + STORAGE_SCRIPT
 #: The page of the hub that opens a visit.
 HUB_PAGE = "/hub/gpuhub/ports"
-#: Longest time to wait for one of the connections to a server, and for it to take a part of a request, seconds.
-_POOL_TIMEOUT_S = 30.0
+#: Longest time to wait until a connection to a server takes a part of a request, seconds.
 _WRITE_TIMEOUT_S = 120.0
 #: Longest silence of a client within a request's body, seconds.
 _BODY_TIMEOUT_S = 120.0
@@ -262,6 +261,9 @@ class RequestBody:
         self._limit = limit
         self._is_complete = asyncio.Event()
         self._has_body = has_body
+        if not has_body:
+            # A client that goes away while its request waits for a connection is noticed then.
+            self._is_complete.set()
 
     async def read(self) -> AsyncIterator[bytes]:
         """Yield the parts.
@@ -333,10 +335,10 @@ class PortResponse(Response):
                 scope["headers"], url=url, visitor=self._target.visitor, is_navigation=self._is_navigation
             ),
             content=body.read(),
-            extensions={"timeout": {"pool": _POOL_TIMEOUT_S, "write": _WRITE_TIMEOUT_S}},
+            extensions={"timeout": {"pool": MAX_WAIT_S, "write": _WRITE_TIMEOUT_S}},
         )
         is_opaque = _get_header(scope["headers"], b"origin") == headers.OPAQUE_ORIGIN
-        with self._connections.use_pool(self._target.server) as pool:
+        async with self._connections.use_pool(self._target.server, self._target.visitor) as pool:
             tries = 2 if scope["method"] in _REPEATABLE and not has_body else 1
             try:
                 response = await _request(pool, request, tries)

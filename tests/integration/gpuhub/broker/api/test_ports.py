@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,10 @@ from gpuhub.broker.api import auth, streams
 from gpuhub.broker.api.routes import port_routes
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.ports import connections
-from tests.support.broker.in_process import Running, Setting, served_broker
+from tests.support.broker.in_process import Running, Setting, served_broker, until
 from tests.support.browser.chromium import chromium
 from tests.support.docker.simulated_nodes import wait_until
-from tests.support.hub.port_server import PortServer
+from tests.support.hub.port_server import PortServer, endless_requests
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +279,31 @@ def test_connections_are_kept_and_then_closed(
     monkeypatch.setattr(connections, "IDLE_S", 0.0)
     monkeypatch.setattr(connections, "_SWEEP_S", 0.01)
     wait_until(lambda: programs(fresh) == [], "the process has ended", deadline_s=30)
+
+
+async def test_one_visitor_cannot_take_all_connections(running: Running, job: str) -> None:
+    """Of as many requests as a server has connections a part runs; the others wait for one of the visitor's to end."""
+    url = f"{running.url}/ports/{job}"
+    async with endless_requests(url, "ben", connections.MAX_CONNECTIONS) as responses:
+        await until(lambda: len(responses) == connections.MAX_OF_VISITOR, "a part of them runs")
+        answer = await asyncio.to_thread(running.send, "GET", f"/ports/{job}/echo")
+        assert (answer.status_code, len(responses)) == (200, connections.MAX_OF_VISITOR)
+        await responses[0].aclose()
+        await until(lambda: len(responses) == connections.MAX_OF_VISITOR + 1, "the next one runs")
+    await until(lambda: not running.app.state.user_files.streams._open, "all have ended")
+
+
+async def test_requests_that_wait_too_long_are_refused(
+    running: Running, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the visitor's name, the limit and the remedy."""
+    async with endless_requests(f"{running.url}/ports/{job}", "ben", connections.MAX_OF_VISITOR) as responses:
+        await until(lambda: len(responses) == connections.MAX_OF_VISITOR, "they run")
+        monkeypatch.setattr(connections, "MAX_WAIT_S", 0.2)
+        answer = await asyncio.to_thread(running.send, "GET", f"/ports/{job}/echo", "ben")
+    await until(lambda: not running.app.state.user_files.streams._open, "all have ended")
+    assert answer.status_code == 503
+    assert answer.json()["detail"].startswith("ben has 8 requests to this server already, which is the limit: wait")
 
 
 def test_one_visitor_cannot_take_all_places(running: Running, job: str, monkeypatch: pytest.MonkeyPatch) -> None:

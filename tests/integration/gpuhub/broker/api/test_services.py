@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 from collections.abc import Iterator
@@ -14,14 +15,14 @@ import websocket
 from gpu_launch import environment
 from gpu_launch.common import service_gateway
 from gpuhub.broker.admission import access
-from gpuhub.broker.ports import headers
+from gpuhub.broker.ports import connections, headers
 from gpuhub.common import job_keys
 from gpuhub.config.containers.services import GATEWAY_ADDRESS, ServiceSettings
 from gpuhub.docker.containers.service_access import build_service_environment
 from gpuhub.docker.containers.user_containers import WorkerSpec
-from tests.support.broker.in_process import JOB_SECRET, Running, Setting, served_broker
+from tests.support.broker.in_process import JOB_SECRET, Running, Setting, served_broker, until
 from tests.support.docker.simulated_nodes import wait_until
-from tests.support.hub.port_server import PortServer
+from tests.support.hub.port_server import PortServer, endless_requests
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +159,19 @@ def test_one_user_cannot_take_all_connections(running: Running) -> None:
     finally:
         for connection in opened:
             connection.close()
+
+
+async def test_some_users_cannot_take_all_connections(running: Running) -> None:
+    """With as many requests as each of them may send, others still get an answer."""
+    url, most = f"{running.url.removesuffix('/services/broker')}/services/all", connections.MAX_OF_VISITOR
+    async with (
+        endless_requests(url, "ada", access.SERVICES.per_owner) as of_ada,
+        endless_requests(url, "ben", access.SERVICES.per_owner) as of_ben,
+    ):
+        await until(lambda: (len(of_ada), len(of_ben)) == (most, most), "a part of them runs")
+        answer = await asyncio.to_thread(ask, running, "/services/all/echo", "eve")
+        assert (answer.status_code, len(of_ada), len(of_ben)) == (200, most, most)
+    await until(lambda: not running.app.state.user_files.streams._open, "all have ended")
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class Services:
         request: Callable[..., Any] = httpcore.Request
 
         async def send() -> bytes:
-            with self.connections.use_pool(address) as pool:
+            async with self.connections.use_pool(address, "ada") as pool:
                 sent = request(method, f"http://localhost:{PORT}{path}", content=body, headers={"Host": "localhost"})
                 if body:
                     sent.headers.append((b"content-length", str(len(body)).encode()))
