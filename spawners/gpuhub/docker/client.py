@@ -55,6 +55,8 @@ class CallKind(Enum):
     MOUNTING = auto()
     #: The daemon waits for its Swarm: it joins an overlay, or says what it is part of.
     SWARM = auto()
+    #: Starts a program of a user's in a container, which users decide how often and how fast.
+    EXEC = auto()
 
     @property
     def threads(self) -> int:

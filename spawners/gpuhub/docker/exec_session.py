@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpuhub.common.errors import NodeUnreachable
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 
 #: Docker's frame header: the stream, three unused bytes, and the size (big-endian).
 _FRAME = struct.Struct(">BxxxI")
@@ -161,4 +161,4 @@ async def start_exec(daemons: DockerClients, node: str, container: str, command:
         created = client.exec_create(container, list(command), stdin=True, stdout=True, stderr=True)
         return client.exec_start(created["Id"], socket=True)
 
-    return ExecSession(node, await daemons.run(node, start))
+    return ExecSession(node, await daemons.run(node, start, kind=CallKind.EXEC))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 
 from gpuhub.common.errors import NodeUnreachable
 from gpuhub.config.settings import NodeSettings
+from gpuhub.docker import client as docker_client
 from gpuhub.docker.client import DockerClients
+from gpuhub.docker.exec_session import start_exec
 
 
 def test_node_without_docker_is_not_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +31,44 @@ def test_node_without_docker_is_not_this_machine(tmp_path: Path, monkeypatch: py
         asyncio.run(clients.call("rig1", "containers"))
     clients.close()
     assert urls == []
+
+
+class SlowExecs:
+    """A daemon that answers at once, but starts programs only when it may."""
+
+    def __init__(self) -> None:
+        self.may_start = threading.Event()
+
+    def exec_create(self, *_arguments: Any, **_options: Any) -> dict[str, str]:
+        assert self.may_start.wait(60)
+        return {"Id": "exec1"}
+
+    def exec_start(self, *_arguments: Any, **_options: Any) -> socket.socket:
+        return socket.socket(socket.AF_UNIX)
+
+    def ping(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+async def test_probes_do_not_wait_for_programs_of_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users decide how many programs are started at the same time, and how long that takes."""
+    daemon = SlowExecs()
+    monkeypatch.setattr(docker_client, "_build_client", lambda *_: daemon)
+    clients = DockerClients(
+        [NodeSettings(name="rig1", address="127.0.0.1", docker="unix:///run/rig1.sock")],
+        instance="ghtest",
+        run_dir=tmp_path,
+    )
+    starts = [asyncio.create_task(start_exec(clients, "rig1", "container", ["program"])) for _ in range(20)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert await clients.call("rig1", "ping")
+    finally:
+        daemon.may_start.set()
+        for session in await asyncio.gather(*starts):
+            session.close()
+        clients.close()
