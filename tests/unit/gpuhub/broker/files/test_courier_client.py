@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
 import tracemalloc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ from gpuhub.broker.files.courier_client import MAX_EARLY_OUTPUT, MAX_LINE, MAX_R
 from gpuhub.common.errors import GpuhubError, NotFound
 from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.common.program_session import STDERR, STDOUT, ProgramSession
+from tests.support.loop_time import MAX_STEP_S, kept_memory, measured_loop
 
 #: Docker's largest part.
 PART = 32 * 1024
@@ -39,6 +41,8 @@ class HostileSession:
         """Accept any input."""
 
     async def read(self) -> Part | None:
+        # As an exec session does.
+        await asyncio.sleep(0)
         part = next(self._parts, None)
         if part is not None:
             self.read_bytes[part[0]] += len(part[1])
@@ -88,18 +92,19 @@ async def test_any_stream_has_a_result_or_an_error(parts: list[Part], is_endless
     assert session.is_closed
 
 
-@pytest.mark.parametrize(
-    ("parts", "what"),
-    [
-        (lambda: endless(STDERR, b"x" * PART), "a line of more than 64 KiB"),
-        (lambda: endless(STDERR, b"x"), "a line of more than 64 KiB"),
-        (lambda: itertools.chain([(STDERR, READY)], endless(STDERR, b"x" * PART)), "a line of more than 64 KiB"),
-        (lambda: ((STDERR, b'{"k%d": "%s"}\n' % (number, b"v" * 1000)) for number in itertools.count()), "reports"),
-        (lambda: endless(STDERR, b"{}\n" * (PART // 3)), "reports of more than 256 KiB"),
-        (lambda: endless(STDERR, b"\n" * PART), "reports of more than 256 KiB"),
-        (lambda: endless(STDERR, b'{"a":' * (PART // 5) + b"\n"), "reports of more than 256 KiB"),
-    ],
-)
+#: Reports without end, and what is too large of them.
+ENDLESS_REPORTS: list[tuple[Callable[[], Iterable[Part]], str]] = [
+    (lambda: endless(STDERR, b"x" * PART), "a line of more than 64 KiB"),
+    (lambda: endless(STDERR, b"x"), "a line of more than 64 KiB"),
+    (lambda: itertools.chain([(STDERR, READY)], endless(STDERR, b"x" * PART)), "a line of more than 64 KiB"),
+    (lambda: ((STDERR, b'{"k%d": "%s"}\n' % (number, b"v" * 1000)) for number in itertools.count()), "reports"),
+    (lambda: endless(STDERR, b"{}\n" * (PART // 3)), "reports of more than 256 KiB"),
+    (lambda: endless(STDERR, b"\n" * PART), "reports of more than 256 KiB"),
+    (lambda: endless(STDERR, b'{"a":' * (PART // 5) + b"\n"), "reports of more than 256 KiB"),
+]
+
+
+@pytest.mark.parametrize(("parts", "what"), ENDLESS_REPORTS)
 async def test_reports_without_end_are_refused_within_a_bound(parts: Any, what: str) -> None:
     """The client stops to read, and keeps little."""
     session = HostileSession(parts())
@@ -111,6 +116,29 @@ async def test_reports_without_end_are_refused_within_a_bound(parts: Any, what: 
     finally:
         tracemalloc.stop()
     assert session.read_bytes[STDERR] <= MAX_REPORTS + PART
+
+
+@pytest.mark.parametrize(("parts", "what"), ENDLESS_REPORTS)
+async def test_reports_without_end_leave_the_loop_to_others(
+    parts: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part of them takes long, of whatever lines it consists."""
+    with kept_memory(), measured_loop(monkeypatch) as took:
+        with pytest.raises(GpuhubError, match=what):
+            await asyncio.create_task(run(HostileSession(parts())))
+        await asyncio.sleep(0)
+    assert took.longest_step_s < MAX_STEP_S
+
+
+@pytest.mark.parametrize("size", [1, PART])
+async def test_much_output_leaves_the_loop_to_others(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first report, which ends the wait for it, and afterwards."""
+    parts = [(STDOUT, b"x" * size)] * 5000
+    session = HostileSession([*parts, (STDERR, READY), *parts, (STDERR, DONE)])
+    with kept_memory(), measured_loop(monkeypatch) as took:
+        assert await asyncio.create_task(run(session)) == (2 * 5000 * size, {"files": 1})
+        await asyncio.sleep(0)
+    assert took.longest_step_s < MAX_STEP_S
 
 
 @pytest.mark.parametrize("size", [16, PART])
