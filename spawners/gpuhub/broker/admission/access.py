@@ -127,7 +127,7 @@ SSH = StreamKind(description="SSH connections to jobs", per_owner=8, total=128)
 PORTS = StreamKind(description="requests to servers of jobs", per_owner=64, total=2048)
 #: The same to services, of which all their users share the connections.
 SERVICES = StreamKind(description="requests to services", per_owner=16, total=1024)
-LISTS = StreamKind(description="lists being read", per_owner=16, total=1024)
+LISTS = StreamKind(description="lists being read", per_owner=32, total=1024)
 EXPLANATIONS = StreamKind(description="explanations being computed", per_owner=16, total=256)
 POLLS = StreamKind(description="requests that wait for changes", per_owner=128, total=8192)
 
