@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from gpuhub.broker.api.auth import ADMIN_SCOPE
-from gpuhub.common import secrets
 from gpuhub.login.rules import ADMINISTRATOR_SCOPES
 from tests.support.hub.served_hub import ServedHub
+from tests.support.hub.sessions import find_xsrf, log_in
 from tests.support.product import wait_for
 
 #: Scopes of JupyterHub's own role that ours must not have, in the form in which a token lists them.
@@ -28,24 +28,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHub]:
         yield served
     finally:
         served.stop()
-
-
-def log_in(hub: ServedHub, name: str) -> httpx.Client:
-    """Log in and return a client that sends the session's XSRF token with every request."""
-    kind = secrets.ADMIN_PASSWORD if name == "root1" else secrets.USER_PASSWORD
-    browser = httpx.Client(base_url=f"http://127.0.0.1:{hub.port}", timeout=30, trust_env=False, follow_redirects=True)
-    browser.get("/hub/login")
-    form = {"username": name, "password": secrets.read_secret(hub.paths, kind), "_xsrf": browser.cookies["_xsrf"]}
-    assert browser.post("/hub/login", data=form, follow_redirects=False).status_code == 302
-    browser.get("/hub/home")
-    browser.headers["X-XSRFToken"] = find_xsrf(browser)
-    return browser
-
-
-def find_xsrf(browser: httpx.Client) -> str:
-    return next(
-        cookie.value or "" for cookie in browser.cookies.jar if cookie.name == "_xsrf" and "/hub" in cookie.path
-    )
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from contextlib import closing
 import httpx
 import pytest
 
-from tests.integration.hub.test_administrators import log_in
 from tests.support.hub.served_hub import SETTINGS, ServedHub
+from tests.support.hub.sessions import log_in
 
 GROUPS = """
 [[nodes]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from typing import Any
 
 import httpx
 import pytest
@@ -12,9 +11,8 @@ from click.testing import CliRunner
 
 from gpuhub.cli.main import cli
 from gpuhub.cli.options import BrokerRunner
-from gpuhub.common import secrets
-from tests.integration.hub.test_administrators import log_in
 from tests.support.hub.served_hub import ServedHub
+from tests.support.hub.sessions import call_broker, find_states, log_in
 from tests.support.product import wait_for
 
 
@@ -29,18 +27,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHub]:
         yield served
     finally:
         served.stop()
-
-
-def call_broker(hub: ServedHub, method: str, path: str, token: str, **arguments: Any) -> httpx.Response:
-    """Send a request to the broker."""
-    url = f"http://127.0.0.1:{hub.cluster.hub.broker_port}/services/broker/api/v1{path}"
-    return httpx.request(method, url, headers={"Authorization": f"token {token}"}, trust_env=False, **arguments)
-
-
-def find_states(hub: ServedHub) -> dict[str, str]:
-    """Return the state of each user's lease that has not ended."""
-    token = secrets.read_secret(hub.paths, secrets.BROKER_TOKEN)
-    return {lease["owner"]: lease["state"] for lease in call_broker(hub, "GET", "/leases", token).json()}
 
 
 @pytest.fixture
