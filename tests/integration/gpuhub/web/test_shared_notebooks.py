@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import base64
 import http.server
+import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from PIL import Image
 from playwright.sync_api import BrowserContext, Page, expect
 
+from gpuhub.common import secrets
 from gpuhub.web.shared_notebooks import FRAME_POLICY
+from tests.support.browser import remote
+from tests.support.browser.remote import RemoteBrowser
 from tests.support.hub.pages import check_accessibility, take_picture
 from tests.support.hub.simulated_hub import SimulatedHub, simulated_hub
 
@@ -187,3 +193,41 @@ def test_owner_finds_and_ends_it_on_the_page_of_gpus(hub: SimulatedHub, contexts
     ada.locator(part).get_by_role("button", name="End").click()
     expect(ada.locator(part)).to_be_empty()
     assert contexts["ben"].request.get(f"{hub.url}{path}").status == 404
+
+
+@pytest.mark.parametrize("start", [remote.firefox, remote.webkit], ids=["firefox", "webkit"])
+def test_other_browsers_show_the_notebook_and_run_nothing_of_it(
+    hub: SimulatedHub,
+    elsewhere: tuple[str, list[str]],
+    tmp_path: Path,
+    start: Callable[[], AbstractContextManager[RemoteBrowser]],
+) -> None:
+    """The frame is closed to the page's own script, too, so a picture shows what is in it."""
+    address, requested = elsewhere
+    attack = f"<script>top.document.title = 'stolen'; fetch('{address}/script')</script><img src='{address}/image'>"
+    save(hub, code("plot()", image_png=draw_square("red")), code("attack()", text_html=attack))
+    path = share(hub)
+    with start() as browser:
+        browser.open(f"{hub.url}/hub/login?next={path}")
+        remote.fill(browser, "input[name=username]", "ben")
+        remote.fill(browser, "input[name=password]", secrets.read_secret(hub.served.paths, secrets.USER_PASSWORD))
+        remote.click(browser, "#login_submit")
+        remote.wait_until(
+            browser, lambda: count_pixels(browser, tmp_path, (255, 0, 0)) > 5000, "the square in the frame"
+        )
+        assert "stolen" not in browser.run("return document.title")
+    assert requested == []
+
+
+def draw_square(color: str) -> str:
+    """Return a square of 100 pixels as PNG in base64."""
+    file = io.BytesIO()
+    Image.new("RGB", (100, 100), color).save(file, "png")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def count_pixels(browser: RemoteBrowser, folder: Path, color: tuple[int, int, int]) -> int:
+    """Return how many pixels of the window have the color."""
+    browser.picture(folder / "window.png")
+    with Image.open(folder / "window.png") as picture:
+        return sum(count for count, found in picture.convert("RGB").getcolors(2**24) or () if found == color)
