@@ -45,6 +45,7 @@ from gpuhub.web.gpus_page.event_streams import OutputStreamHandler, PageStreamHa
 from gpuhub.web.gpus_page.feeds import LiveFeeds
 from gpuhub.web.gpus_page.pages import GpusPageHandler, NodeLeasesHandler, PendingReasonHandler
 from gpuhub.web.handlers import BROKER_SCOPE, ClusterCaches, ClusterHandler, LaptopWheelHandler, UserTokens
+from gpuhub.web.help_page import HelpPageHandler
 from gpuhub.web.idle_notices import IdleNoticesHandler
 from gpuhub.web.lab_assets import LabAssetsHandler
 from gpuhub.web.notifications_page import DestinationsHandler, NotificationsPageHandler
@@ -56,7 +57,6 @@ from gpuhub.web.shared_notebooks import (
 )
 from gpuhub.web.spawn_form import find_user_groups
 from gpuhub.web.static_files import STATIC, StaticFilesHandler
-from gpuhub.web.troubleshooting import TroubleshootingHandler
 from gpuhub.web.visits import JobPortHandler, ServiceHandler
 
 BROKER_SERVICE = "broker"
@@ -360,7 +360,7 @@ def handlers() -> list[tuple[str, type, dict[str, Any]]]:
             (SharedNotebookStateHandler.PATH, SharedNotebookStateHandler),
             (SharedNotebookFrameHandler.PATH, SharedNotebookFrameHandler),
             (ServiceHandler.PATH, ServiceHandler),
-            (TroubleshootingHandler.PATH, TroubleshootingHandler),
+            (HelpPageHandler.PATH, HelpPageHandler),
         )
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuhub.web.troubleshooting import SOURCE, render_markdown
+from gpuhub.web.help_page import SOURCE, render_markdown
 
 
 def test_headings_keep_their_anchors_and_links_stay_in_the_page() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import markdown
 from tornado import web
 
+from gpuhub.broker.api.problems import HELP_PAGE
 from gpuhub.web.handlers import GpuhubHandler
 from gpuhub.web.static_files import find_static_url
 
@@ -17,10 +18,11 @@ SOURCE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 _OTHER_PAGE = re.compile(r"\[([^\]]+)\]\([^)#][^)]*\)")
 
 
-class TroubleshootingHandler(GpuhubHandler):
+class HelpPageHandler(GpuhubHandler):
     """GET: the page. It needs no login, because errors of the login lead to it as well."""
 
-    PATH = r"/gpuhub/troubleshooting"
+    #: Below the hub's own address.
+    PATH = HELP_PAGE.removeprefix("/hub")
 
     async def get(self) -> None:
         """Send the page."""
@@ -28,7 +30,7 @@ class TroubleshootingHandler(GpuhubHandler):
             raise web.HTTPError(404, f"{SOURCE} is missing: the hub runs outside of gpuhub's source tree")
         content = render_markdown(SOURCE.read_text(encoding="utf-8"))
         asset_url = find_static_url(self.hub.base_url)
-        self.finish(await self.render_template("gpuhub_troubleshooting.html", content=content, asset_url=asset_url))
+        self.finish(await self.render_template("gpuhub_help.html", content=content, asset_url=asset_url))
 
 
 def render_markdown(text: str) -> str:
