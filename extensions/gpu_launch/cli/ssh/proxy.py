@@ -78,8 +78,8 @@ def _find_worker(context: Context, files: SshFiles, name: str) -> tuple[models.J
     jobs = [job for job in list_own_jobs(context, ended=False) if job.state in (models.RUNNING, models.PREEMPTING)]
     match = _WORKER.fullmatch(name)
     for text, worker in ((name, 0), *([(match[1], int(match[2]))] if match else [])):
-        single = [job for job in jobs if job.array is None and shorten_run_id(job.run_id) == text]
-        job = find_named_job(text, jobs) or next(iter(single), None)
+        by_end = (job for job in jobs if job.array is None and shorten_run_id(job.run_id) == text)
+        job = find_named_job(text, jobs) or next(by_end, None)
         if job is None:
             continue
         if worker not in {member.index for member in job.workers}:
