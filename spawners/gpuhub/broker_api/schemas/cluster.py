@@ -149,8 +149,8 @@ class NodeView(WireModel):
     takes_guests: bool = False
     #: Whether it is on, asleep or on its way; None for a node that stays on.
     power: PowerView | None = None
-    #: Owners of waiting requests that could be granted there, at most two: whoever is one of them sees whether others
-    #: wait. None if unknown.
+    #: Owners of waiting requests that could be granted there, at most two: enough for each owner to see whether others
+    #: wait as well. None if unknown.
     wanted_by: tuple[str, ...] | None = None
 
 

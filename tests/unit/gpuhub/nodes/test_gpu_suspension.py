@@ -259,7 +259,7 @@ def test_the_process_table_of_this_machine_is_read() -> None:
 
 @pytest.mark.process
 def test_the_name_of_a_program_may_be_any_bytes() -> None:
-    """A process chooses its name: it must not keep a GPU from being suspended or given back."""
+    """A process may set its name to any bytes, and is suspended and resumed all the same."""
     rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) \\xff (b', 0, 0, 0); print(1, flush=True); input()"
     command = [sys.executable, "-c", rename]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -300,7 +300,7 @@ async def test_creations_of_an_owner_are_rate_limited(setting: Setting, monkeypa
 
 
 async def test_check_of_jobs_creates_nothing(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses what the request itself would be refused for, and is no job of the owner."""
+    """The check has the same refusals as the request, and leaves no job."""
     monkeypatch.setattr(submit, "CREATIONS", RateLimit(burst=300, per_second=0.001))
     setting.cluster = build_cluster(users=UserSettings(allowed=("ada",), max_jobs=200))
     setting.hub.unknown_users.add("bne")
