@@ -13,7 +13,6 @@ from gpu_launch.broker.holdings import CELL
 from gpu_launch.common.exchange import MAX_BYTES
 from gpu_launch.common.variables import LARGE_BYTES, VariableTracker
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
-from gpu_launch.launch.worker_pool import choose_keep_s
 from gpu_launch.options import gpu_cell
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output.text import format_count, format_size
@@ -242,15 +241,16 @@ class GpuCellManager(SessionManager):
         if session.pool.group.is_notebook_only:
             return
         nodes = self._nodes(session)
-        why = "others wait for GPUs" if others_wait else f"no cell ran for {format_span(self._keep_s)}"
+        if others_wait:
+            why = "others wait for GPUs"
+        else:
+            why = f"no cell ran for {format_span(session.keep_s)}" if session.keep_s else "its cell had ended"
         gone = self._describe_gone()
         self._mark_lost(session, f"{nodes} was given back, because {why}.{gone}")
         session.release_workers()
-        print_note(f"{nodes} is given back, because {why}.{gone} {_AGAIN}")
-
-    @property
-    def _keep_s(self) -> float:
-        return choose_keep_s(self.options, self._validated.request.env)
+        # Without a time for which it is kept, the cell itself has said so, and this would stand in another's output.
+        if others_wait or session.keep_s:
+            print_note(f"{nodes} is given back, because {why}.{gone} {_AGAIN}")
 
     # -- what is said ---------------------------------------------------------------------------------------------
 

@@ -240,6 +240,10 @@ def test_idle_gpu_is_given_back(notebook: Notebook) -> None:
         assert asked[1:] == [("RTX 5070",), ("RTX 5060",)]
         assert len(notebook.broker.jobs(schemas.JobState.RUNNING)) == 1
         assert "and lock would be gone with it" in kernel.run("%%gpu --model 'RTX 5070'\n1").error
+        kernel.good("%gpu --stop")
+        assert "Given back when others wait, after the cell" in kernel.good("%%gpu --keep 0s\n1")
+        until(lambda: not notebook.broker.jobs(schemas.JobState.RUNNING), "the GPU is free after its cell")
+        assert "because its cell had ended. A GPU is taken again." in kernel.good("%%gpu --keep 0s\n1")
     until(lambda: not notebook.left(), "no process left")
 
 

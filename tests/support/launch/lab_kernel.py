@@ -9,7 +9,7 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from tests.support.launch.local_cluster import DEADLINE_S, PYTHON, Notebook, environment
+from tests.support.launch.local_cluster import DEADLINE_S, PYTHON, Notebook
 
 #: The answer of a user who interrupts the kernel instead.
 INTERRUPT = "<interrupt>"
@@ -27,8 +27,7 @@ class LabKernel:
         )
         specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
         self.manager = KernelManager(kernel_name="python3", kernel_spec_manager=specs)
-        environ = environment(notebook.broker, node="rig1", gpus=gpus)
-        self.manager.start_kernel(env=environ, cwd=str(notebook.home))
+        self.manager.start_kernel(env=notebook.environment(gpus), cwd=str(notebook.home))
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=DEADLINE_S)

@@ -353,14 +353,17 @@ class Notebook:
         words = "".join(f", {name}={value!r}" for name, value in options.items())
         return f"import gpu_launch; gpu_launch.run({script!r}, cold={self.is_cold}{words})"
 
+    def environment(self, gpus: tuple[str, ...]) -> dict[str, str]:
+        """Return what a kernel of this notebook has in its environment."""
+        return environment(self.broker, node="rig1", gpus=gpus) | {"GPUHUB_KEEP_WORKERS_S": str(self.keep_s)}
+
     def start(
         self, code: str, *, gpus: tuple[str, ...] = ("GPU-rig1",), interactive: bool = False
     ) -> subprocess.Popen[str]:
         """Start the code; with `interactive` the caller writes its input later."""
-        keep = {"GPUHUB_KEEP_WORKERS_S": str(self.keep_s)}
         return subprocess.Popen(
             [self.python, "-c", textwrap.dedent(code)],
-            env=environment(self.broker, node="rig1", gpus=gpus) | keep,
+            env=self.environment(gpus),
             cwd=self.home,
             stdin=subprocess.PIPE if interactive else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
