@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ from gpuhub.scheduler.interface import UsageRecord
 
 #: SQLAlchemy expands the values of an IN into parameters; SQLite accepts up to 32766.
 _MAX_IN_VALUES = 500
+#: Time that a transaction waits for those of other threads, seconds.
+_TURN_S = 10.0
+_UNUSABLE = "the broker's store cannot be used at the moment"
 #: Error texts for a second request with the same key: SQLite names the columns, PostgreSQL the constraint.
 _DUPLICATE_KEYS = ("leases.owner, leases.key", "jobs.owner, jobs.run_id", "ux_leases_owner_key", "uq_jobs_owner_run_id")
 
@@ -66,6 +70,8 @@ class Store:
         self._lock = lock
         self._advisory_lock = advisory_lock
         self._is_closed = False
+        # SQLite gives its lock to whoever looks at the right moment, so that other threads could wait in vain for long.
+        self._write_lock = threading.Lock() if engine.dialect.name == "sqlite" else None
         self.outbox = Outbox(self._transaction)
         self.costs = CostStore(self._transaction)
         self.shares = ShareStore(self._transaction)
@@ -343,7 +349,7 @@ class Store:
         try:
             if self._advisory_lock is not None and options is None:
                 self._advisory_lock.ensure()
-            with self._engine.connect() as connection:
+            with self._take_turn(is_writing=options is None), self._engine.connect() as connection:
                 try:
                     with connection.execution_options(**options or {}).begin():
                         yield connection
@@ -354,7 +360,20 @@ class Store:
         except SetupError as error:
             raise Unavailable(str(error)) from error
         except exc.OperationalError as error:
-            raise Unavailable(f"the broker's store cannot be used at the moment: {_error_text(error)}") from error
+            raise Unavailable(f"{_UNUSABLE}: {_error_text(error)}") from error
+
+    @contextmanager
+    def _take_turn(self, *, is_writing: bool) -> Iterator[None]:
+        """Have one transaction write at a time, where the database allows no more."""
+        if self._write_lock is None or not is_writing:
+            yield
+            return
+        if not self._write_lock.acquire(timeout=_TURN_S):
+            raise Unavailable(f"{_UNUSABLE}: earlier changes have waited for the disk for {_TURN_S:.0f} s")
+        try:
+            yield
+        finally:
+            self._write_lock.release()
 
 
 def _error_text(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,37 @@ def test_locked_store_is_reported_as_unavailable(tmp_path: Path, monkeypatch: py
     blocker.execute("ROLLBACK")
     blocker.close()
     assert store.load_open() == ([], [])
+    store.close()
+
+
+def test_threads_write_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that change the store at the same time wait for each other, and not for SQLite, which has no order."""
+    monkeypatch.setattr("gpuhub.broker.db.engine.BUSY_TIMEOUT_S", 0)
+    store = Store.open_file(tmp_path / "b.sqlite")
+
+    def save(thread: int) -> None:
+        for number in range(20):
+            store.save(Changes(leases=[(None, build_request(f"l{thread}-{number}", 100 * thread + number))]))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(save, range(4)))
+    assert len(store.load_open()[0]) == 80
+    store.close()
+
+
+def test_changes_that_wait_for_the_disk_are_reported_as_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that waits too long for another thread's is refused; reading goes on, and later changes are written."""
+    monkeypatch.setattr("gpuhub.broker.db.store._TURN_S", 0.05)
+    store = Store.open_file(tmp_path / "b.sqlite")
+    with store._transaction(), ThreadPoolExecutor(1) as thread:
+        refused = thread.submit(store.save, Changes(leases=[(None, build_request("l1", 1))]))
+        with pytest.raises(Unavailable, match="earlier changes have waited for the disk"):
+            refused.result()
+        assert thread.submit(store.load_open).result() == ([], [])
+    store.save(Changes(leases=[(None, build_request("l1", 1))]))
+    assert len(store.load_open()[0]) == 1
     store.close()
 
 
