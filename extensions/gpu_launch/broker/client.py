@@ -77,6 +77,15 @@ class BrokerClient:
         """Return the owners' usage and quotas in the broker's format."""
         return list(self._request("GET", "/usage"))
 
+    def get_bench(self) -> dict[str, Any] | None:
+        """Return what the cluster's administrator measured with `gpuhub bench`; None if nobody did."""
+        try:
+            return dict(self._request("GET", "/bench"))
+        except BrokerError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return None
+            raise
+
     def list_recipes(self) -> list[dict[str, Any]]:
         """Return the lab's own recipes in the broker's format: `name`, and the file as `text`."""
         return list(self._request("GET", "/recipes"))

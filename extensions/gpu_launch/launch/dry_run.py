@@ -21,10 +21,11 @@ from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.errors import BrokerError
 from gpu_launch.launch.launch import prepare
 from gpu_launch.launch.plan import LaunchPlan, free_nodes
-from gpu_launch.launch.request import ValidatedRequest, build_spec
+from gpu_launch.launch.request import ValidatedRequest, build_prediction_key, build_spec, find_mode
 from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
 from gpu_launch.options.definition import LaunchOptions
 from gpu_launch.output import text as render
+from gpu_launch.prediction import report as prediction
 from gpu_launch.training import comm_modes
 from gpu_launch.training.comm_modes import CommMode
 from gpu_launch.worker import nccl_env
@@ -51,6 +52,8 @@ class DryRunReport:
     idle_workers: str
     settings: tuple[nccl_env.RankSetting, ...]
     warnings: tuple[str, ...]
+    #: What the last prediction of the script says; empty for none.
+    prediction: str = ""
     #: Names and values, where a node's own settings are known and differ from those.
     nodes: tuple[str, ...] = ()
     #: Names of the files in the exchange folder.
@@ -133,6 +136,7 @@ def report_new_workers(
         body=body,
         cluster=_cluster(broker) if body is not None else None,
         idle_workers="",
+        prediction=_describe_prediction(validated, membership),
         **_find_settings(own.name),
     )
 
@@ -149,6 +153,7 @@ def _report_idle_pool(validated: ValidatedRequest, pool: WorkerPool, run: RunFol
         body=None,
         cluster=None,
         idle_workers=pool.describe(),
+        prediction=_describe_prediction(validated, membership),
         nodes=tuple(f"{info.node}: {_pairs(info.rank_environ)}" for info in infos),
         **_find_settings(own.name),
     )
@@ -158,6 +163,16 @@ def _find_settings(interface: str) -> dict[str, Any]:
     facts = nccl_env.inspect_container(interface, with_path_mtu=True)
     settings = tuple(item for item in nccl_env.decide_settings(facts) if item.name not in os.environ)
     return {"settings": settings, "warnings": nccl_env.build_warnings(facts)}
+
+
+def _describe_prediction(validated: ValidatedRequest, membership: Membership) -> str:
+    request = validated.request
+    return prediction.describe_kept(
+        request.env.home,
+        build_prediction_key(request.options, cell=request.cell, cwd=request.cwd),
+        ranks=membership.ranks,
+        comm=find_mode(validated),
+    )
 
 
 def _pairs(values: Mapping[str, str]) -> str:
@@ -187,6 +202,7 @@ def format_report(report: DryRunReport) -> str:
     parts = [
         _request_text(report),
         _free_text(report),
+        report.prediction,
         _manifest_text(report),
         _command_text(report),
         _settings_text(report),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.client import BrokerClient, build_broker
 from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.models import Cluster
 from gpu_launch.common import run_folder
@@ -181,7 +181,7 @@ def validate(
     script = ""
     if request.cell is None:
         script = check_command(options, cwd=request.cwd, home=env.home, shared=is_shared)
-    _check_communication(request, wanted.nnodes * wanted.nproc_per_node)
+    _check_communication(request, broker, wanted.nnodes * wanted.nproc_per_node)
     if options.debug is not None and options.debug >= (ranks := wanted.nnodes * wanted.nproc_per_node):
         raise UsageError(f"--debug {options.debug}: the launch has {text.format_count(ranks, 'rank')}, from 0.")
     return ValidatedRequest(request=request, plan=wanted, script=script, cluster=cluster)
@@ -249,13 +249,14 @@ def build_prediction_key(options: LaunchOptions, *, cell: str | None, cwd: Path)
     return figures.build_key(str((cwd / Path(options.script).expanduser()).resolve()) if cell is None else cell)
 
 
-def _check_communication(request: LaunchRequest, ranks: int) -> None:
+def _check_communication(request: LaunchRequest, broker: BrokerClient | None, ranks: int) -> None:
     """Refuse a mode of `--comm`, or a prediction, that lacks what it needs, before GPUs are requested.
 
     Raises:
         UsageError: there is no bench, no prediction, or no torchft.
     """
     if request.options.predict:
+        _fetch_bench(request.env, broker)
         figures.read_bench(request.env.home)
     if request.options.comm == AUTO:
         report.resolve_auto(request.env.home, _build_key(request), ranks)
@@ -263,11 +264,20 @@ def _check_communication(request: LaunchRequest, ranks: int) -> None:
         raise UsageError(f"--comm {CommMode.DILOCO} cannot be used: {diloco.NOT_INSTALLED}. Use another mode.")
 
 
+def _fetch_bench(env: Environment, broker: BrokerClient | None) -> None:
+    """Keep what the cluster's administrator measured, where the user has not measured."""
+    if figures.has_own_bench(env.home):
+        return
+    broker = broker or build_broker(env)
+    if broker is not None and (data := broker.get_bench()) is not None:
+        figures.keep_cluster_bench(env.home, data)
+
+
 def _build_key(request: LaunchRequest) -> str:
     return build_prediction_key(request.options, cell=request.cell, cwd=request.cwd)
 
 
-def _find_mode(validated: ValidatedRequest) -> str:
+def find_mode(validated: ValidatedRequest) -> str:
     """Return the mode of `--comm`; an elastic launch keeps the one for its largest number of nodes."""
     request, plan = validated.request, validated.plan
     if request.options.comm != AUTO:
@@ -319,7 +329,7 @@ def build_spec(
         max_restarts=options.max_restarts,
         exchange=exchange,
         unlimited_output=options.detach,
-        comm=_find_mode(validated),
+        comm=find_mode(validated),
         predict=_build_key(request) if options.predict else "",
         displays=is_in_notebook() and not options.detach,
         debug=options.debug,

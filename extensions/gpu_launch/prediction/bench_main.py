@@ -1,13 +1,15 @@
 """Measures the cards of a launch and the all-reduces between them: what `%gpu_bench` and `gpu-launch bench` run.
 
 Each rank's card is measured while the others wait, then each pair of ranks, then all ranks together. Rank 0 keeps the
-result in the home and prints it. With many ranks only neighbours are measured as pairs.
+result in the home, or in the file that an argument names, and prints it. With many ranks only neighbours are measured
+as pairs. `gpuhub bench` runs it as well.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -53,7 +55,7 @@ def main() -> None:
             links=tuple(links),
             gang=gang,
         )
-        figures.write_json(figures.get_bench_path(home), bench)
+        figures.write_json(Path(sys.argv[1]) if sys.argv[1:] else figures.get_bench_path(home), bench)
         print(report.format_bench(bench), flush=True)  # noqa: T201 - the output of the launch
     dist.destroy_process_group()
 

@@ -15,6 +15,8 @@ from gpu_launch.training.comm_modes import CommMode
 #: Below the home.
 _FOLDER = Path(".gpu_launch/predictions")
 _BENCH = "bench.json"
+#: What `gpuhub bench` measured, as it was when a prediction last needed it.
+_CLUSTER_BENCH = "cluster-bench.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +119,34 @@ def write_json(path: Path, value: Any) -> None:
     draft.replace(path)
 
 
+def has_own_bench(home: Path) -> bool:
+    """Return whether the user has measured."""
+    return get_bench_path(home).exists()
+
+
+def keep_cluster_bench(home: Path, data: Mapping[str, Any]) -> None:
+    """Keep the bench of an administrator, a value of JSON, for those who have not measured themselves.
+
+    Raises:
+        UsageError: Another version wrote it.
+    """
+    try:
+        bench = parse_bench(data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"what the cluster's administrator measured is no bench of this version ({error!r}). "
+            "Measure with %gpu_bench --nnodes N."
+        ) from None
+    write_json(home / _FOLDER / _CLUSTER_BENCH, bench)
+
+
 def read_bench(home: Path) -> Bench:
-    """Return the last bench.
+    """Return the user's last bench, or else the one of the cluster's administrator.
 
     Raises:
         UsageError: there is none, or another version wrote it.
     """
-    path = get_bench_path(home)
+    path = get_bench_path(home) if has_own_bench(home) else home / _FOLDER / _CLUSTER_BENCH
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return parse_bench(data)

@@ -72,6 +72,26 @@ def resolve_auto(home: Path, key: str, ranks: int) -> CommMode:
     return CommMode(modes[str(ranks)])
 
 
+def describe_kept(home: Path, key: str, *, ranks: int, comm: str) -> str:
+    """Return what the last prediction of a script says of a launch; empty where there is none of that size and mode."""
+    try:
+        kept = json.loads(figures.get_prediction_path(home, key).read_text(encoding="utf-8"))
+        steps = [StepPrediction(**step) for step in kept["steps"]]
+        singles = [step for step in steps if len(step.cards) == 1]
+        mode = CommMode(comm or CommMode.EXACT)
+        same = singles if ranks == 1 else [step for step in steps if len(step.cards) == ranks and step.mode == mode]
+        best = max(same, key=lambda step: step.rate)
+        speed = best.rate / singles[0].rate
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return ""
+    cards = "one card" if ranks == 1 else f"{ranks} cards with --comm {mode}"
+    compared = "" if ranks == 1 else f", {speed:.2f} times the samples of one card"
+    return (
+        f"Predicted on {kept['made_at']} UTC for {cards}: {best.step_s * 1000:.1f} ms for a step{compared}. "
+        "--predict measures it again."
+    )
+
+
 def format_bench(bench: Bench) -> str:
     """Return the tables of a bench."""
     rows = [("rank", "node", "device", "TFLOP/s", "memory", "reads")]

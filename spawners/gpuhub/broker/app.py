@@ -26,6 +26,7 @@ from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.lists import ListRenderer
 from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
 from gpuhub.broker.api.routes import (
+    bench_routes,
     cluster_routes,
     cost_routes,
     file_routes,
@@ -70,6 +71,7 @@ from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.metrics.request_metrics import RequestMetrics
 from gpuhub.broker.operations.admin import AdminOperations
+from gpuhub.broker.operations.bench import BenchOperations
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker.operations.live import LiveViews
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
@@ -139,6 +141,7 @@ def create_app(
     own_token: str = "",
     spawner_token: str = "",
     metrics_token: str = "",
+    bench_file: Path | None = None,
     read_head_free: Callable[[], int] | None = None,
     read_certificate_ends: Callable[[], Mapping[str, float]] | None = None,
     hub_page: str = "/hub/gpus",
@@ -146,9 +149,9 @@ def create_app(
     """Return the application; its loops run while it does. The caller closes store and daemons afterwards.
 
     `backend` decides which lease gets which GPUs: the builtin one where none is given. `stopped_nodes` is the file of
-    nodes that `gpuhub down` has stopped. `destination_key` encrypts users' destinations of notifications in the store,
-    and `job_secret` is that of the keys with which jobs reach services;
-    `machine_urls` are those of the owner of the machines, by id.
+    nodes that `gpuhub down` has stopped, and `bench_file` keeps what `gpuhub bench` measured. `destination_key`
+    encrypts users' destinations of notifications in the store, and `job_secret` is that of the keys with which jobs
+    reach services; `machine_urls` are those of the owner of the machines, by id.
     """
     clock, backend = clock or Clock(), backend or BuiltinBackend(cluster)
     capabilities = backend.capabilities
@@ -261,6 +264,7 @@ def create_app(
         "notifications": NotificationOperations(core, cipher, sender.send),
         "admin": AdminOperations(core, backend),
         "power": PowerOperations(core, backend, power),
+        "bench": BenchOperations(core, bench_file),
         "user_limits": LimitOperations(core, backend),
         "staging": staging,
         "authenticator": (authenticator := Authenticator(hub, clock, own_token, spawner_token, metrics_token)),
@@ -299,6 +303,7 @@ def _add_routes(app: FastAPI, cluster: ClusterSettings, audit_log: AuditLog, exp
         lease_routes.api,
         job_routes.api,
         node_routes.api,
+        bench_routes.api,
         reservation_routes.api,
         file_routes.api,
         idle_routes.api,
@@ -434,6 +439,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
             own_token=token,
             spawner_token=read_secret(paths, SPAWNER_TOKEN),
             metrics_token=read_secret(paths, METRICS_TOKEN),
+            bench_file=paths.bench,
             read_head_free=lambda: shutil.disk_usage(paths.state).free,
             read_certificate_ends=partial(read_certificate_ends, cluster, paths),
         )

@@ -41,6 +41,7 @@ from gpuhub.broker_api.schemas import (
     UsageView,
     VisitView,
 )
+from gpuhub.broker_api.schemas.bench import BenchView
 from gpuhub.broker_api.schemas.limits import UserLimitsRequest, UserLimitsView
 from gpuhub.broker_api.schemas.live import OwnView, SharedJobView
 from gpuhub.broker_api.schemas.output_shares import SharedNotebookView
@@ -67,6 +68,7 @@ _NODEVIEW = TypeAdapter(NodeView)
 _CLUSTERVIEW = TypeAdapter(ClusterView)
 _RESERVATION = TypeAdapter(ReservationView)
 _NODES = TypeAdapter(list[NodeView])
+_BENCH = TypeAdapter(BenchView)
 _EVENTS = TypeAdapter(list[EventView])
 _RESERVATIONS = TypeAdapter(list[ReservationView])
 _OWNVIEW = TypeAdapter(OwnView)
@@ -222,6 +224,14 @@ class AsyncBrokerClient(BrokerConnection):
     async def nodes(self) -> list[NodeView]:
         """Return every node with its GPUs."""
         return _read(_NODES, await self._send("GET", "/nodes"))
+
+    async def bench(self) -> BenchView:
+        """Return what `gpuhub bench` last measured."""
+        return _read(_BENCH, await self._send("GET", "/bench"))
+
+    async def save_bench(self, bench: BenchView) -> BenchView:
+        """Keep what was measured; administrators only."""
+        return _read(_BENCH, await self._send("PUT", "/bench", json=bench.model_dump(mode="json")))
 
     async def events(self, *, after: int | None = None, limit: int = 100) -> list[EventView]:
         """Return events, oldest first: the newest ones, or the first ones after `after`."""

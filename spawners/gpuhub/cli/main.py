@@ -12,6 +12,7 @@ import click
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.cli import deployment, tables
 from gpuhub.cli.backup import backup, restore
+from gpuhub.cli.bench import bench
 from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.images import image_group
 from gpuhub.cli.leases import lease_group
@@ -110,6 +111,7 @@ for command in (
     events,
     deployment.doctor,
     validate,
+    bench,
 ):
     cli.add_command(command)
 

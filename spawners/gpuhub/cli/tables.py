@@ -22,9 +22,10 @@ from gpuhub.broker_api.schemas import (
     UsageSource,
     UsageView,
 )
+from gpuhub.broker_api.schemas.bench import BenchView
 from gpuhub.broker_api.schemas.limits import UserLimitsView
 from gpuhub.broker_api.schemas.services import ServiceView
-from gpuhub.common.units import format_span
+from gpuhub.common.units import format_bits, format_flops, format_span
 
 if TYPE_CHECKING:
     # It imports Docker's client, which most commands do without.
@@ -281,6 +282,25 @@ def format_limits(limits: Sequence[UserLimitsView], now: datetime, width: int | 
 
 def _format_own_limit(value: float | None) -> str:
     return "–" if value is None else f"{value:g}"
+
+
+def format_bench(bench: BenchView, width: int | None) -> str:
+    """Return a line for each card, and one for each pair of nodes that was measured."""
+    cards = [
+        (card.node, card.device, format_flops(card.flops), f"{card.read_bytes_s / 1e6:.0f} MB/s")
+        for card in bench.cards
+    ]
+    pairs = [(bench.cards[link.ranks[0]].node, bench.cards[link.ranks[1]].node, link.network) for link in bench.links]
+    if bench.gang is not None and len(bench.cards) > 2:
+        pairs.append(("all", "together", bench.gang))
+    links = [
+        (first, second, f"{network.latency_s * 1e6:.0f} µs", *map(format_bits, (network.bytes_s, network.bf16_bytes_s)))
+        for first, second, network in pairs
+    ]
+    parts = [format_table(("NODE", "GPU", "FLOAT32", "READS A HOME"), cards, width)]
+    if links:
+        parts.append(format_table(("NODE", "AND", "LATENCY", "ALL-REDUCE", "IN BFLOAT16"), links, width))
+    return "\n\n".join([*parts, f"Measured {bench.measured_at} UTC with {bench.backend}."])
 
 
 def format_services(services: Sequence[ServiceView], width: int | None) -> str:

@@ -84,6 +84,11 @@ class Paths:
         return self.state / "stopped-nodes.json"
 
     @property
+    def bench(self) -> Path:
+        """What `gpuhub bench` last measured."""
+        return self.state / "bench.json"
+
+    @property
     def closet(self) -> Path:
         """Folder of the practice closet: its cluster.toml, simulated driver and nodes' data."""
         return self.state / "closet"

@@ -55,6 +55,17 @@ def format_size(size: int) -> str:
     return f"{size} B"
 
 
+def format_bits(rate: float) -> str:
+    """Return bytes per second as bits: `2.35 Gbit/s` for 293750000."""
+    bits = rate * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def format_flops(rate: float) -> str:
+    """Return floating-point operations per second: `61.2 TFLOP/s` for 61200000000000."""
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
 def format_span(seconds: float) -> str:
     """Return seconds in readable form: `1 h 30 min` for 5400."""
     rounded = round(seconds)

@@ -21,11 +21,12 @@ from gpuhub.broker_api.schemas import (
     PartitionView,
     Purpose,
 )
+from gpuhub.broker_api.schemas.bench import NodeBenchView
 from gpuhub.broker_api.schemas.cluster import count_models
 from gpuhub.broker_api.schemas.limits import UserLimits
 from gpuhub.common.gpu import GpuSpec, parse_capability
 from gpuhub.common.node_access import describe_access
-from gpuhub.common.units import format_span
+from gpuhub.common.units import format_bits, format_flops, format_span
 from gpuhub.config.containers.profiles import gpu_requirement
 from gpuhub.config.settings import ProfileSettings
 
@@ -169,6 +170,8 @@ def describe_node(node: NodeView) -> str:
     """Return a text such as `driver 570.86.15 · switch s1 · 2 leases · only for members of vision`."""
     labelled = (("driver", node.driver), ("switch", node.switch), ("rack", node.rack))
     parts = [f"{what} {value}" for what, value in labelled if value is not None]
+    if node.bench is not None:
+        parts.append(describe_bench(node.bench))
     if node.leases:
         parts.append(f"{node.leases} lease{'s' if node.leases > 1 else ''}")
     if node.owner is not None:
@@ -176,6 +179,13 @@ def describe_node(node: NodeView) -> str:
     if node.groups:
         parts.append(describe_access(node.groups))
     return " · ".join(parts)
+
+
+def describe_bench(bench: NodeBenchView) -> str:
+    """Return a text such as `measured 61.2 TFLOP/s, 2.30 to 2.35 Gbit/s to other nodes`."""
+    rates = list(dict.fromkeys(map(format_bits, bench.link_bytes_s or ())))
+    network = f", {' to '.join(rates)} with another node" if rates else ""
+    return f"measured {format_flops(bench.flops)}{network}"
 
 
 def describe_time(when: datetime) -> str:

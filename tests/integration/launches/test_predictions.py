@@ -53,6 +53,7 @@ def test_bench_then_prediction_then_the_mode_that_it_found(notebook: Notebook) -
     assert "rank  node  device" in out
     assert "kept for --predict" in out
     assert "One step of train.py: the median of 20 on rig1 (CPU)" in out
+    assert re.search(r"Predicted on .* for 2 cards with --comm local: \d+\.\d ms for a step, \d+\.\d\d times", out)
     assert re.search(r"GPU_LAUNCH_COMM=local +after 100 exact steps, each node trains alone", out)
     # The profile ends the script before its last line.
     assert out.count("rounded") == 1

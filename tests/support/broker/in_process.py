@@ -178,6 +178,11 @@ class Setting:
         """The file of nodes that `gpuhub down` has stopped."""
         return self.folder / "stopped-nodes.json"
 
+    @property
+    def bench_file(self) -> Path:
+        """What `gpuhub bench` measured."""
+        return self.folder / "bench.json"
+
     def home(self, owner: str) -> Path:
         """Return a user's home, which is the same on every node."""
         home = self.folder / "homes" / owner
@@ -198,6 +203,7 @@ class Setting:
             ensure_filter=self.ensure_filter,
             backend=None if self.build_backend is None else self.build_backend(self.cluster),
             stopped_nodes=self.stopped_nodes,
+            bench_file=self.bench_file,
             own_token=self.own_token,
             spawner_token=self.spawner_token,
             metrics_token=self.metrics_token,

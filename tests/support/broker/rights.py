@@ -120,6 +120,8 @@ GET /services/notes/                 | 503 |   H      H   Y   Y      H       H  
 WEBSOCKET /services/notes/           | 503 |   H      H   Y   Y      H       H       H      H    H
 POST /services/notes/restart         | 200 |   N      N   N   N      N       N       N      Y    Y
 GET /services/notes/logs             | 200 |   N      N   N   N      N       N       N      Y    Y
+GET /bench                           | 200 |   Y      Y   Y   Y      Y       Y       Y      Y    Y
+PUT /bench                           | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/cordon              | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/drain               | 200 |   N      N   N   N      N       N       N      Y    Y
 POST /nodes/rig3/undrain             | 200 |   N      N   N   N      N       N       N      Y    Y

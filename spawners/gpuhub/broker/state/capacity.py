@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gpuhub.broker.db.store import SeenGpu, Store
 from gpuhub.broker.state.gpu_records import GpuRecords
+from gpuhub.broker_api.schemas.bench import NodeBenchView
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import reservations as reservations_module
@@ -84,6 +85,8 @@ class Capacity:
         self.cordons: Mapping[str, Cordon] = {cordon.node: cordon for cordon in store.load_cordons()}
         self.reservations = tuple(store.load_reservations())
         self.power = _load_power(cluster, store)
+        #: What `gpuhub bench` last found, by node.
+        self.bench: Mapping[str, NodeBenchView] = {}
         #: Sleeping nodes that something else than the queue needs.
         self.wake_requests: set[str] = set()
         self.lease_flags = GpuLeaseFlags()

@@ -28,6 +28,7 @@ from gpuhub.broker_api.schemas import (
     QueueEntry,
     ReservationView,
 )
+from gpuhub.broker_api.schemas.bench import NodeBenchView
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.common.node_access import find_request_groups
 from gpuhub.config.containers.container_size import build_profile_size
@@ -77,6 +78,8 @@ class ClusterViewInput:
     job_names: Mapping[str, str] = field(default_factory=dict)
     #: Since when notebooks are idle while others wait, by lease.
     idle_times: Mapping[str, float] = field(default_factory=dict)
+    #: What `gpuhub bench` last found, by node.
+    bench: Mapping[str, NodeBenchView] = field(default_factory=dict)
     #: The caller, whose groups, reservations and limits decide what starts at once; empty for a view for all users.
     owner: str = ""
     groups: frozenset[str] = frozenset()
@@ -231,6 +234,7 @@ def build_node(inputs: ClusterViewInput, record: NodeStatus, gpus: _GpuSummary, 
         guest=inputs.cluster.node(record.name).guest,
         takes_guests=inputs.cluster.node(record.name).guest
         and described.admits(find_request_groups(inputs.groups, scavenge=False, guests=True)),
+        bench=inputs.bench.get(record.name),
         power=None if record.power is None else serializers.build_power(record.power),
     )
 

@@ -176,6 +176,7 @@ def _collect_inputs(core: BrokerState, backend: SchedulingBackend, caller: Ident
         cordons=core.capacity.cordons,
         lease_statuses=core.capacity.lease_flags.by_uuid,
         job_names={job.lease_id: job.name for job in core.ledger.snapshot.jobs.values() if job.name},
+        bench=core.capacity.bench,
         idle_times=core.idle.find_idle_times(external.waiting),
         reservations=[reservation_rules.build_reservation_view(row) for row in core.capacity.current_reservations],
         engine=core.scheduler,

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
+from gpuhub.broker_api.schemas.bench import NodeBenchView
 from gpuhub.broker_api.schemas.leases import GroupName, ModelName, Purpose, Text, UserName, WireModel
 from gpuhub.broker_api.schemas.limits import UserLimitsView
 
@@ -149,6 +150,8 @@ class NodeView(WireModel):
     takes_guests: bool = False
     #: Whether it is on, asleep or on its way; None for a node that stays on.
     power: PowerView | None = None
+    #: What `gpuhub bench` last measured there; None before.
+    bench: NodeBenchView | None = None
     #: Owners of waiting requests that could be granted there, at most two: enough for each owner to see whether others
     #: wait as well. None if unknown.
     wanted_by: tuple[str, ...] | None = None

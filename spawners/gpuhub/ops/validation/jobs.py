@@ -43,7 +43,9 @@ def new_run_id() -> str:
 class ValidationJob:
     """A job to request: one program on one or several nodes, with one GPU on each."""
 
+    #: One of the validation's own programs, or with `is_module` a module of gpu-launch.
     program: str
+    is_module: bool = False
     arguments: tuple[str, ...] = ()
     nnodes: int = 1
     exclude_nodes: tuple[str, ...] = ()
@@ -72,9 +74,10 @@ def build_run_folder(run_id: str) -> str:
 def build_files(job: ValidationJob) -> dict[str, bytes]:
     """Return the files of the job's run folder by name: the program, and what gpu-launch reads."""
     name = f"{job.program}.py"
+    started = ("--module", job.program) if job.is_module else (name,)
     manifest = {
         "name": f"validate {job.program}",
-        "words": ["--nproc-per-node=1", name, *job.arguments],
+        "words": ["--nproc-per-node=1", *started, *job.arguments],
         "folder": build_run_folder(job.run_id),
         "version": 1,
     }
@@ -82,7 +85,7 @@ def build_files(job: ValidationJob) -> dict[str, bytes]:
     return {
         "job.json": json.dumps(manifest).encode(),
         "run.json": json.dumps(settings).encode(),
-        name: (files(_PROGRAMS) / name).read_bytes(),
+        **({} if job.is_module else {name: (files(_PROGRAMS) / name).read_bytes()}),
     }
 
 

@@ -8,12 +8,13 @@ import os
 import socket
 import stat
 from datetime import UTC, datetime
+from unittest import mock
 
 import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.client import parse_problem
+from gpu_launch.broker.client import BrokerClient, parse_problem
 from gpu_launch.common import network, run_folder
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo
 from gpu_launch.common.network import Interface
@@ -166,6 +167,27 @@ def test_prediction_and_automatic_communication_need_figures(tmp_path):
     assert check("--nproc-per-node 2 --comm auto train.py").comm == "bf16"
     assert check("--comm auto train.py").comm == "exact"
     assert check("--comm local train.py").comm == "local"
+
+
+def test_prediction_takes_the_administrators_bench_where_the_user_has_none(tmp_path):
+    """As it is at each prediction; the user's own figures come first, and a broker without any changes nothing."""
+    env = environment.read({"HOME": str(home(tmp_path)), "GPUHUB_GPU_UUIDS": "GPU-1", "GPUHUB_NODE": "rig1"})
+    wanted = LaunchRequest(options=command.parse("--predict train.py"), cell=None, cwd=tmp_path, env=env, environ={})
+    broker = mock.create_autospec(BrokerClient, instance=True)
+    broker.get_bench.return_value = None
+    with pytest.raises(UsageError, match="Measure them with %gpu_bench"):
+        validate(wanted, broker)
+    for flops in (1e13, 2e13):
+        broker.get_bench.return_value = dataclasses.asdict(measured.build_bench(flops))
+        validate(wanted, broker)
+        assert figures.read_bench(tmp_path).cards[0].flops == flops
+    broker.get_bench.return_value = {"cards": "many"}
+    with pytest.raises(UsageError, match="what the cluster's administrator measured is no bench of this version"):
+        validate(wanted, broker)
+    own = measured.build_bench(3e13)
+    figures.write_json(figures.get_bench_path(tmp_path), own)
+    validate(wanted, broker)
+    assert figures.read_bench(tmp_path) == own
 
 
 def test_diloco_needs_torchft(tmp_path, monkeypatch):

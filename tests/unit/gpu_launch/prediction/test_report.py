@@ -57,6 +57,25 @@ def test_table_has_each_number_of_cards_and_each_mode():
     assert "With exact gradients, 20% of a step on 2 cards is communication" in text
 
 
+def test_kept_prediction_is_described_for_a_launch(tmp_path):
+    """In its mode and for its number of cards; empty without one, for another number, and for a damaged file."""
+    bench = build_bench(1e13, 1e13)
+    report.publish(PROFILE, bench, home=tmp_path, key="k")
+
+    def describe(ranks, comm=""):
+        return re.sub(r" on \S+ \S+ UTC", "", report.describe_kept(tmp_path, "k", ranks=ranks, comm=comm))
+
+    again = "--predict measures it again."
+    assert describe(1, "bf16") == f"Predicted for one card: 330.0 ms for a step. {again}"
+    exact = "Predicted for 2 cards with --comm exact: 412.0 ms for a step, 1.60 times the samples of one card."
+    assert describe(2) == f"{exact} {again}"
+    assert "with --comm bf16" in describe(2, "bf16")
+    assert describe(3) == ""
+    figures.get_prediction_path(tmp_path, "k").write_text('{"steps": [{"cards": [0]}]}')
+    assert describe(1) == ""
+    assert report.describe_kept(tmp_path, "other", ranks=1, comm="") == ""
+
+
 def test_advice_where_more_cards_do_not_pay():
     """A network a thousand times slower; no mode that --comm auto takes is faster than one card, and no other either."""
     bench = build_bench(1e13, 1e13, network=replace(NETWORK, latency_s=0.5, bytes_s=3e5, bf16_bytes_s=3e5))

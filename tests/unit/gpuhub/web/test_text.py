@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from gpuhub.broker_api.schemas import LeasedGpuView, LeaseState, LeaseView, Purpose
+from gpuhub.broker_api.schemas import LeasedGpuView, LeaseState, LeaseView, NodeState, NodeView, Purpose
+from gpuhub.broker_api.schemas.bench import NodeBenchView
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.spawners.base import LeasedSpawner
 from gpuhub.spawners.progress_log import ProgressLog
-from gpuhub.web.text import describe_holdings
+from gpuhub.web.text import describe_holdings, describe_node
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -65,3 +66,20 @@ async def test_start_that_waits_reports_them(gpu_count: int, state: LeaseState, 
     assert ["notebook 'second'" in event["message"] for event in [event async for event in log.follow()]] == [
         True
     ] * count
+
+
+@pytest.mark.parametrize(
+    ("link_bytes_s", "text"),
+    [
+        (None, "driver 570.86.15 · measured 61.2 TFLOP/s"),
+        ((2.9e8, 2.9e8), "driver 570.86.15 · measured 61.2 TFLOP/s, 2.32 Gbit/s with another node"),
+        ((1.2e8, 2.9e8), "driver 570.86.15 · measured 61.2 TFLOP/s, 960 Mbit/s to 2.32 Gbit/s with another node"),
+    ],
+)
+def test_node_is_described_with_what_was_measured(link_bytes_s: tuple[float, float] | None, text: str) -> None:
+    """The slowest and the fastest connection, if they differ."""
+    bench = NodeBenchView(
+        measured_at="2026-11-28 10:15", device="RTX 5090", flops=6.12e13, read_bytes_s=1e8, link_bytes_s=link_bytes_s
+    )
+    node = NodeView(name="rig1", state=NodeState.UP, message=None, gpus=(), driver="570.86.15", bench=bench)
+    assert describe_node(node) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.config.settings import ProfileSettings
 from gpuhub.domain.models import OutputShareRow
 from gpuhub.domain.owner_limits import OwnLimits
+from tests.support.broker.bench import build_bench
 from tests.support.broker.calls import ask, open_socket, post, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker
 from tests.support.broker.rights import CALLERS, MATRIX, MEANINGS, METRICS_ROUTE, MODELS, PUBLIC, STRANGERS, render
@@ -54,6 +56,7 @@ BODIES: dict[str, Any] = {
     "POST /destinations": {"url": "ntfys://ntfy.sh/ada-0a1b2c", "kinds": ["granted"]},
     "PUT /destinations/{destination}": {"kinds": ["idle"]},
     "PUT /limits/ada": {"max_gpus": 4},
+    "PUT /bench": build_bench(),
     "POST /reservations": {"name": "course", "users": ["ben"], **WINDOW},
 }
 
@@ -70,6 +73,7 @@ def guarded(tmp_path: Path) -> Setting:
     setting = Setting(tmp_path, cluster=cluster)
     setting.own_token = "head"
     setting.hub.models |= MODELS
+    setting.bench_file.write_text(json.dumps(build_bench()), encoding="utf-8")
     (setting.home("ada") / NOTEBOOK).write_text(EMPTY_NOTEBOOK, encoding="utf-8")
     return setting
 
