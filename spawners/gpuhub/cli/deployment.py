@@ -249,14 +249,14 @@ def proxy(paths: Paths, cluster_file: Path) -> None:
     from gpuhub.common import secrets
     from gpuhub.common.open_files import raise_open_file_limit
     from gpuhub.config.head_address import build_hub_origin, find_head_address
-    from gpuhub.ops.deploy import programs
+    from gpuhub.ops.deploy.proxy import build_proxy_command, build_proxy_environment, find_proxy
     from gpuhub.tls import public_access
     from gpuhub.tls.internal_certificates import CertificateStore
 
     cluster = settings.load(cluster_file)
     https = public_access.find_certificate_files(cluster, paths)
-    command = programs.build_proxy_command(
-        programs.find_proxy(),
+    command = build_proxy_command(
+        find_proxy(),
         public=(cluster.hub.bind, cluster.hub.port),
         api_port=cluster.hub.proxy_api_port,
         hub_url=build_hub_origin(cluster, find_head_address(cluster)),
@@ -265,7 +265,7 @@ def proxy(paths: Paths, cluster_file: Path) -> None:
         has_subdomains=cluster.hub.subdomains,
     )
     is_ours = cluster.hub.tls == "local"
-    os.environ |= programs.build_proxy_environment(https, paths, cluster_file.resolve(), is_ours=is_ours)
+    os.environ |= build_proxy_environment(https, paths, cluster_file.resolve(), is_ours=is_ours)
     raise_open_file_limit()
     os.environ["CONFIGPROXY_AUTH_TOKEN"] = secrets.read_secret(paths, secrets.PROXY_TOKEN)
     os.execvp(command[0], command)  # noqa: S606 - the proxy replaces this process under supervisord

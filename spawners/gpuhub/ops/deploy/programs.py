@@ -7,9 +7,7 @@ several instances on one machine; docs/decisions has the reasons.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +23,6 @@ from typing import Any
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.tls.internal_certificates import CertificateFiles, CertificateStore
 
 PROXY = "proxy"
 BROKER = "broker"
@@ -34,7 +31,6 @@ HUB = "hub"
 GUESTS = "guests"
 #: Only with `make up MONITORING=1`; see `monitoring`.
 PROMETHEUS = "prometheus"
-_PROXY_COMMAND = "configurable-http-proxy"
 #: Variables of the shell that would change the certificates or the daemon that Python's libraries use.
 _STRIPPED = frozenset(
     {"REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST", "DOCKER_TLS_VERIFY"}
@@ -58,7 +54,7 @@ class Program:
 
 def build_programs(paths: Paths, cluster_file: Path, hub_config: Path) -> list[Program]:
     """Return proxy, broker and hub in the order of their start; each reads its secrets from files."""
-    gpuhub = _gpuhub()
+    gpuhub = find_gpuhub()
     options = ("--instance", paths.instance, "--cluster-file", str(cluster_file))
     commands = {
         PROXY: (gpuhub, "proxy", *options),
@@ -79,7 +75,7 @@ def build_guest_programs(cluster: ClusterSettings, paths: Paths, cluster_file: P
     return [
         Program(
             name=GUESTS,
-            command=(_gpuhub(), "guests", "--instance", paths.instance, "--cluster-file", str(cluster_file)),
+            command=(find_gpuhub(), "guests", "--instance", paths.instance, "--cluster-file", str(cluster_file)),
             directory=paths.state,
             priority=50,
             stop_wait_s=30,
@@ -87,74 +83,9 @@ def build_guest_programs(cluster: ClusterSettings, paths: Paths, cluster_file: P
     ]
 
 
-def _gpuhub() -> str:
+def find_gpuhub() -> str:
+    """Return the path of the command `gpuhub` of this installation."""
     return str(Path(sys.executable).with_name("gpuhub"))
-
-
-def find_proxy() -> str:
-    """Return JupyterHub's proxy: the one on PATH, or the one that `spawners/setup.sh` installs.
-
-    Raises:
-        SetupError: It is in neither place.
-    """
-    installed = Path(__file__).parents[3] / "proxy" / "node_modules" / ".bin" / _PROXY_COMMAND
-    program = shutil.which(_PROXY_COMMAND) or shutil.which(str(installed))
-    if program is None:
-        raise SetupError(f"{_PROXY_COMMAND} is not installed: `spawners/setup.sh run` installs it")
-    return program
-
-
-def build_proxy_command(
-    program: str,
-    *,
-    public: tuple[str, int],
-    api_port: int,
-    hub_url: str,
-    internal: CertificateStore | None,
-    https: CertificateFiles | None = None,
-    has_subdomains: bool = False,
-) -> list[str]:
-    """Return the proxy's command line; it reads its token from the environment, CONFIGPROXY_AUTH_TOKEN.
-
-    Args:
-        hub_url: The hub's origin.
-        internal: Certificates for the connections to hub, broker and notebooks; None for no TLS.
-        https: The certificate for browsers; None for no TLS.
-    """
-    return [
-        program,
-        "--ip", public[0],
-        "--port", str(public[1]),
-        "--api-ip", "127.0.0.1",
-        "--api-port", str(api_port),
-        "--default-target", f"{hub_url}/",
-        "--error-target", f"{hub_url}/hub/error",
-        "--log-level", "warn",
-        *([] if internal is None else internal.proxy_flags()),
-        *([] if https is None else ["--ssl-key", str(https.key), "--ssl-cert", str(https.certificate)]),
-        *(["--host-routing"] if has_subdomains else []),
-    ]  # fmt: skip
-
-
-def build_proxy_environment(
-    https: CertificateFiles | None, paths: Paths, cluster_file: Path, *, is_ours: bool
-) -> dict[str, str]:
-    """Return Node's environment: limits, nothing older than TLS 1.2, and, with HTTPS, reloads of a renewed certificate.
-
-    Args:
-        is_ours: The certificate is gpuhub's own: the proxy has it renewed.
-    """
-    options = f'--tls-min-v1.2 --require "{Path(__file__).with_name("limits.cjs")}"'
-    if https is None:
-        return {"NODE_OPTIONS": options}
-    hook = Path(__file__).with_name("certificate.cjs")
-    renew = [_gpuhub(), "certificate", "--instance", paths.instance, "--cluster-file", str(cluster_file)]
-    return {
-        "NODE_OPTIONS": f'{options} --require "{hook}"',
-        "GPUHUB_HTTPS_CERTIFICATE": str(https.certificate),
-        "GPUHUB_HTTPS_KEY": str(https.key),
-        "GPUHUB_HTTPS_RENEW": json.dumps(renew) if is_ours else "",
-    }
 
 
 def build_config(paths: Paths, programs: Sequence[Program]) -> str:

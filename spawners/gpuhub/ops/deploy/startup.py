@@ -39,6 +39,7 @@ from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import cluster_choice, database, file_server, monitoring, node_wakeup, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
 from gpuhub.ops.deploy.programs import Supervisor
+from gpuhub.ops.deploy.proxy import find_proxy
 from gpuhub.ops.images import distribution, wheels
 from gpuhub.tls import internal_certificates, public_access
 from gpuhub.tls.internal_certificates import CertificateStore
@@ -126,7 +127,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
 
 def _check_head(paths: Paths, options: StartupOptions) -> None:
     """Check what no setting changes, before anything starts."""
-    programs.find_proxy()
+    find_proxy()
     restoration.check_finished(paths)
     own_config.check_syntax(options.hub_config)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpuhub.common.paths import Paths
-from gpuhub.ops.deploy import programs
+from gpuhub.ops.deploy.proxy import build_proxy_command, build_proxy_environment
 from gpuhub.tls.internal_certificates import CertificateFiles
 from tests.support.product import wait_for
 from tests.support.tls import make_certificate
@@ -21,7 +21,7 @@ OURS = CertificateFiles(Path("/secrets/https.pem"), Path("/secrets/https.pem"))
 
 
 def build(**more: Any) -> list[str]:
-    return programs.build_proxy_command(
+    return build_proxy_command(
         "chp", public=("0.0.0.0", 443), api_port=8001, hub_url="http://10.0.0.1:8081", internal=None, **more
     )
 
@@ -29,7 +29,7 @@ def build(**more: Any) -> list[str]:
 def test_plain_http_sets_no_https_options() -> None:
     """No setting of HTTPS is present."""
     assert not any(word.startswith("--ssl") or word == "--host-routing" for word in build())
-    environment = programs.build_proxy_environment(None, Paths(), Path("/c.toml"), is_ours=False)
+    environment = build_proxy_environment(None, Paths(), Path("/c.toml"), is_ours=False)
     options, _, hook = environment["NODE_OPTIONS"].partition(" --require ")
     assert (options, set(environment)) == ("--tls-min-v1.2", {"NODE_OPTIONS"})
     assert Path(json.loads(hook)).is_file()
@@ -44,13 +44,13 @@ def test_https_sets_certificate_and_host_routing() -> None:
 
 def test_own_certificate_is_renewed_and_reloaded() -> None:
     """gpuhub's own certificate is renewed twice a day; an administrator's is only reloaded."""
-    environment = programs.build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=True)
+    environment = build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=True)
     options, *hooks = environment["NODE_OPTIONS"].split(" --require ")
     assert options == "--tls-min-v1.2"
     assert [Path(json.loads(hook)).name for hook in hooks] == ["limits.cjs", "certificate.cjs"]
     renew = json.loads(environment["GPUHUB_HTTPS_RENEW"])
     assert renew[1:] == ["certificate", "--instance", "ghunit", "--cluster-file", "/c.toml"]
-    given = programs.build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=False)
+    given = build_proxy_environment(OURS, Paths("ghunit"), Path("/c.toml"), is_ours=False)
     assert given["GPUHUB_HTTPS_RENEW"] == ""
 
 
@@ -77,7 +77,7 @@ def node(tmp_path: Path) -> Any:
         (tmp_path / "script.cjs").write_text(
             script.format(certificate=json.dumps(str(files.certificate)), key=json.dumps(str(files.key)))
         )
-        environment = programs.build_proxy_environment(files, Paths("ghunit"), Path("/c.toml"), is_ours=True)
+        environment = build_proxy_environment(files, Paths("ghunit"), Path("/c.toml"), is_ours=True)
         environment["NODE_OPTIONS"] = environment["NODE_OPTIONS"].replace(
             "--require", f"--require {tmp_path / 'haste.cjs'} --require", 1
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.paths import Paths
-from gpuhub.ops.deploy import programs
+from gpuhub.ops.deploy.proxy import build_proxy_command, build_proxy_environment, find_proxy
 from gpuhub.tls.internal_certificates import CertificateFiles
 from tests.support.product import wait_for
 from tests.support.tls import make_certificate
@@ -30,15 +30,15 @@ def proxy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     https = None
     if request.param == "https":
         https = CertificateFiles(*make_certificate(tmp_path_factory.mktemp("tls")))
-    command = programs.build_proxy_command(
-        programs.find_proxy(),
+    command = build_proxy_command(
+        find_proxy(),
         public=("127.0.0.1", PORT),
         api_port=PORT + 1,
         hub_url="http://127.0.0.1:9",
         internal=None,
         https=https,
     )
-    environment = programs.build_proxy_environment(https, Paths("ghunit"), Path("/c.toml"), is_ours=False)
+    environment = build_proxy_environment(https, Paths("ghunit"), Path("/c.toml"), is_ours=False)
     process = subprocess.Popen(command, env=os.environ | environment | {"CONFIGPROXY_AUTH_TOKEN": "x"})
     try:
         wait_for(is_listening, "the proxy", 60)
