@@ -13,7 +13,7 @@ from gpuhub.common.errors import SettingsError
 from gpuhub.docker.containers.security import refuse_gpu_variables
 from gpuhub.login import traits as login_traits
 from gpuhub.spawners import traits
-from gpuhub.spawners.docker.host_config import check_host_config
+from gpuhub.spawners.docker.extra_host_config import check_host_config
 
 FOLDER = "jupyterhub_config.d"
 #: Lists below c.JupyterHub that gpuhub needs its entries in; of dictionaries, those with other names stay as they are.

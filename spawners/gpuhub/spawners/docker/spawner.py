@@ -26,7 +26,7 @@ from gpuhub.docker.containers.container_spec import ContainerSpec
 from gpuhub.spawners import notebook_lease, readiness
 from gpuhub.spawners.base import LeasedSpawner
 from gpuhub.spawners.docker import startup
-from gpuhub.spawners.docker.host_config import extend_spec
+from gpuhub.spawners.docker.extra_host_config import extend_spec
 from gpuhub.spawners.readiness import read_log_tail
 from gpuhub.tls import internal_certificates
 from gpuhub.web.text import describe_placing, eligible_nodes

@@ -7,7 +7,7 @@ from docker.types import Mount
 
 from gpuhub.common.errors import SettingsError
 from gpuhub.docker.containers.container_spec import ContainerSpec
-from gpuhub.spawners.docker.host_config import check_host_config, extend_spec
+from gpuhub.spawners.docker.extra_host_config import check_host_config, extend_spec
 
 HOME = Mount(target="/home/ada", source="/home/ada", type="bind")
 SPEC = ContainerSpec(
