@@ -73,6 +73,11 @@ class UsedAmounts:
         return self.energy_j / _J_PER_KWH if self.metered_s else None
 
 
+def compute_cost(used: UsedAmounts, *, gpu_hour: float, kwh: float) -> float:
+    """Return what amounts cost at the prices of an hour of a whole GPU and of a kilowatt-hour."""
+    return used.gpu_hours * gpu_hour + (used.energy_kwh or 0.0) * kwh
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergySample:
     """What a GPU reported about energy at one moment; None for what it does not report."""

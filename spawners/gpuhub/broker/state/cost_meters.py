@@ -22,7 +22,7 @@ from gpuhub.common.gpu import GpuSpec
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import costs, owner_limits
 from gpuhub.domain.clock import Clock
-from gpuhub.domain.costs import CardSupply, CostRecord, DayKey, EnergySample, GpuMeter, UsedAmounts
+from gpuhub.domain.costs import CardSupply, CostRecord, DayKey, EnergySample, GpuMeter, UsedAmounts, compute_cost
 from gpuhub.domain.models import LeasedGpu, LeaseRow, ResourceRequest
 from gpuhub.nodes.status import GpuReading, NodeStatus
 
@@ -222,8 +222,7 @@ class CostMeters:
                 used += _measure_energy(meter, meter.energy, sample, find_energy_part(node, reading, meter.share))
             meter = replace(meter, energy=sample)
         price = self._find_price(record.profile, meter.model)
-        amount = used.gpu_hours * price + (used.energy_kwh or 0.0) * self._cluster.costs.kwh
-        used = replace(used, amount=amount)
+        used = replace(used, amount=compute_cost(used, gpu_hour=price, kwh=self._cluster.costs.kwh))
         account.meters[uuid] = replace(meter, charged_until=max(now, meter.charged_until))
         account.charged_at = max(now, account.charged_at or now)
         is_peak = used.peak_memory_mib > record.used.peak_memory_mib

@@ -41,6 +41,12 @@ def advise(record: CostRecord, resources: ResourceRequest | None = None, nodes: 
     return costs.find_smaller_card(record, resources or ResourceRequest(), CardSupply.count(CARDS), nodes)
 
 
+def test_cost_is_gpu_time_and_energy_at_their_prices() -> None:
+    """GPU time counts in hours and energy in kilowatt-hours; energy that was not measured costs nothing."""
+    assert costs.compute_cost(USED, gpu_hour=2.0, kwh=0.5) == pytest.approx(2.21)
+    assert costs.compute_cost(UsedAmounts(gpu_s=1800), gpu_hour=2.0, kwh=0.5) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
