@@ -149,7 +149,7 @@ def status(paths: Paths, cluster_file: Path) -> None:
 def check(paths: Paths, cluster_file: Path) -> None:
     """Check cluster.toml without starting anything."""
     from gpuhub.login import kinds
-    from gpuhub.login.local_accounts import check_accounts
+    from gpuhub.login.account_checks import check_accounts
     from gpuhub.notifications import machine_destinations
 
     console, cluster = AdminConsole(), settings.load(cluster_file)

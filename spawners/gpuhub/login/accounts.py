@@ -7,6 +7,8 @@ settings name one single domain does it become `ada`.
 Providers let users change their names, and give names that have become free to others. So the name decides at the first
 login only; from then on the account's number does, which no provider gives twice. The binding outlives the user's
 deletion, because home, scratch and UID do: `gpuhub user free` removes it.
+
+Which UID, home and account of the head node a user name gets is decided in `config.users.identity`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Middleware for security headers, and for the size of request bodies and the time to receive them.
 
-These limits protect the broker's memory. `auth` has the limit of requests per second, and
-`admission.access` that of concurrent streams; quotas of GPUs and jobs are in `admission` and the scheduler.
+These limits protect the broker's memory. `server` limits connections and the headers of a request, `auth` the requests
+per second, and `admission.access` concurrent streams; quotas of GPUs and jobs are in `admission` and the scheduler.
 """
 
 from __future__ import annotations

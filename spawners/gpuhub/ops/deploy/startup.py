@@ -29,7 +29,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.firewall_container import ensure_firewall
 from gpuhub.docker.swarm import membership
 from gpuhub.login import kinds as login
-from gpuhub.login.local_accounts import check_accounts
+from gpuhub.login.account_checks import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.nodes.power_switch import check_password_files
 from gpuhub.notifications import machine_destinations

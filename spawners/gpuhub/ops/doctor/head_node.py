@@ -20,7 +20,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.common.required_programs import find_missing_packages
 from gpuhub.config.head_address import find_head_address
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.login.local_accounts import check_accounts
+from gpuhub.login.account_checks import check_accounts
 from gpuhub.ops.deploy import programs
 from gpuhub.ops.deploy.database import describe_problem
 from gpuhub.ops.deploy.file_server import find_export_problems

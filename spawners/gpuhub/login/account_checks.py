@@ -1,4 +1,4 @@
-"""Names of the login that are accounts of the head node as well, reported before anything starts, and by the doctor.
+"""Checks of names of the login that are accounts of the head node too, before anything starts, and by the doctor.
 
 `config.users.identity` never gives a user such an account unless cluster.toml says so. What is found here needs a
 decision of the administrator: a user whose home belongs to the account, or whose home the head node cannot see, is

@@ -12,8 +12,8 @@ import pytest
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
-from gpuhub.login import local_accounts
-from gpuhub.login.local_accounts import check_accounts, find_ambiguous_accounts
+from gpuhub.login import account_checks
+from gpuhub.login.account_checks import check_accounts, find_ambiguous_accounts
 
 #: The head node's accounts; ada's UID is that of new files.
 ACCOUNTS = {"ada": os.getuid(), "labadmin": 1000, "Upper": 1001}
@@ -26,7 +26,7 @@ def _accounts(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(names: Iterable[str] | None = None) -> dict[str, int]:
         return {name: uid for name, uid in ACCOUNTS.items() if names is None or name in set(names)}
 
-    monkeypatch.setattr(local_accounts, "find_ordinary_accounts", find)
+    monkeypatch.setattr(account_checks, "find_ordinary_accounts", find)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_named_accounts_are_checked(cluster: Cluster, paths: Paths, tmp_path: Pa
 def test_names_that_are_free_at_the_provider_are_told(
     cluster: Cluster, paths: Paths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_accounts, "find_identity", lambda *_: None)
+    monkeypatch.setattr(account_checks, "find_identity", lambda *_: None)
     settings = cluster("github", 'admins = ["eve"]\naccounts = { ada = "ada" }', GITHUB)
     note, admins = check_accounts(settings, paths)
     assert admins.startswith("Nobody has logged in yet as eve: ")
