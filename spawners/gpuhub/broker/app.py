@@ -6,10 +6,9 @@ import asyncio
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
@@ -21,38 +20,19 @@ from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
 from gpuhub.broker.admission.users import UserDirectory
-from gpuhub.broker.api import dependencies, problems
+from gpuhub.broker.api.application import build_http_app
 from gpuhub.broker.api.auth import Authenticator, TokenChecker
 from gpuhub.broker.api.lists import ListRenderer
-from gpuhub.broker.api.middleware import RequestSizeLimit, SecurityHeaders
-from gpuhub.broker.api.routes import (
-    bench_routes,
-    cluster_routes,
-    cost_routes,
-    file_routes,
-    idle_routes,
-    job_routes,
-    lease_routes,
-    limit_routes,
-    live_routes,
-    node_routes,
-    notification_routes,
-    port_routes,
-    port_websockets,
-    reservation_routes,
-    service_routes,
-    share_routes,
-    terminal,
-)
 from gpuhub.broker.api.server import build_server_config
 from gpuhub.broker.api.service_auth import ServiceAuthenticator
-from gpuhub.broker.audit import AuditLog, AuditMiddleware
+from gpuhub.broker.audit import AuditLog
 from gpuhub.broker.controllers import loop
 from gpuhub.broker.controllers.backend_controller import BackendController, CoreHost
 from gpuhub.broker.controllers.cost_controller import CostController
 from gpuhub.broker.controllers.deadlines import DeadlineController, UnprovenLeases
 from gpuhub.broker.controllers.hub_client import HubClient, ServerApi
 from gpuhub.broker.controllers.idle_controller import IdleController
+from gpuhub.broker.controllers.nodes.network_gc import NetworkCollector
 from gpuhub.broker.controllers.nodes.node_controller import NodeController
 from gpuhub.broker.controllers.nodes.node_probe import EnsureFirewall, FirewallChecker
 from gpuhub.broker.controllers.nodes.power_controller import PowerController
@@ -69,7 +49,6 @@ from gpuhub.broker.files.dataset_stager import DatasetStager
 from gpuhub.broker.files.guest_files import GuestFiles
 from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
-from gpuhub.broker.metrics.request_metrics import RequestMetrics
 from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.bench import BenchOperations
 from gpuhub.broker.operations.costs import CostOperations
@@ -85,10 +64,7 @@ from gpuhub.broker.operations.services import ServiceOperations
 from gpuhub.broker.operations.user_limits import LimitOperations
 from gpuhub.broker.services.supervisor import ServiceSupervisor
 from gpuhub.broker.state.broker_state import BrokerState
-from gpuhub.broker.state.ledger import Ledger
-from gpuhub.broker_api.schemas import Problem
-from gpuhub.common import names
-from gpuhub.common.errors import GpuhubError, SetupError
+from gpuhub.common.errors import SetupError
 from gpuhub.common.log_text import EscapingFormatter
 from gpuhub.common.open_files import raise_open_file_limit
 from gpuhub.common.paths import Paths
@@ -99,7 +75,6 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.firewall_container import ensure_firewall
 from gpuhub.docker.containers.user_containers import start_courier, start_worker
-from gpuhub.docker.networks import remove_idle_user_networks
 from gpuhub.domain.clock import Clock
 from gpuhub.nodes.inventory import GpuReading, build_inventory
 from gpuhub.nodes.power_switch import check_password_files
@@ -109,10 +84,6 @@ from gpuhub.tls import internal_certificates
 from gpuhub.tls.public_access import read_certificate_ends
 
 log = logging.getLogger(__name__)
-
-PREFIX = dependencies.PREFIX
-#: Seconds between removals of unused networks.
-NETWORKS_PERIOD_S = 30.0
 
 
 class HubApi(TokenChecker, ServerApi, UserDirectory, Protocol):
@@ -226,7 +197,7 @@ def create_app(
                 "volumes": VolumeCollector(core=core, daemons=daemons).run,
                 "datasets": stager.run,
                 "services": supervisor.run,
-                "networks": partial(_remove_networks, core, daemons, stager),
+                "networks": NetworkCollector(core=core, daemons=daemons, stager=stager).run,
             }
         if cluster.stops_idle_notebooks or cluster.suspends_idle_notebooks:
             runs["idle notebooks"] = IdleController(core).run
@@ -247,11 +218,11 @@ def create_app(
             await hub.close()
             audit_log.close()
 
-    app = _build_empty_app(lifespan)
     operations = BrokerOperations(core, backend, hub)
     exporter = MetricsExporter(
         core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
     )
+    app = build_http_app(lifespan, cluster, audit_log, exporter)
     parts = {
         "core": core,
         "broker": operations,
@@ -277,100 +248,7 @@ def create_app(
     }
     for name, part in parts.items():
         setattr(app.state, name, part)
-    _add_routes(app, cluster, audit_log, exporter)
     return app
-
-
-def _build_empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    return FastAPI(
-        title="gpuhub broker",
-        version=version("gpuhub"),
-        lifespan=lifespan,
-        openapi_url=f"{PREFIX}/openapi.json",
-        docs_url=None,
-        redoc_url=None,
-        # Otherwise FastAPI looks for a telemetry provider at each request, and takes one from the environment.
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-    )
-
-
-def _add_routes(app: FastAPI, cluster: ClusterSettings, audit_log: AuditLog, exporter: MetricsExporter) -> None:
-    """Add the routes, what every request passes through, and what errors look like."""
-    for router in (
-        cluster_routes.public,
-        cluster_routes.metrics,
-        cluster_routes.api,
-        lease_routes.api,
-        job_routes.api,
-        node_routes.api,
-        bench_routes.api,
-        reservation_routes.api,
-        file_routes.api,
-        idle_routes.api,
-        cost_routes.api,
-        live_routes.api,
-        notification_routes.api,
-        share_routes.api,
-        limit_routes.api,
-        terminal.api,
-        port_routes.api,
-        port_routes.router,
-        port_websockets.router,
-        service_routes.api,
-        service_routes.router,
-    ):
-        app.include_router(router, prefix=PREFIX)
-    addresses = tuple(service_routes.build_path(service.name) for service in cluster.services)
-    for service in cluster.services:
-        app.include_router(service_routes.build_router(service.name))
-    # The last one is the outermost.
-    servers = (
-        *(f"{PREFIX}{path}/" for path in (port_routes.PORTS, port_routes.VISITS, service_routes.VISITS)),
-        *addresses,
-    )
-    app.add_middleware(
-        RequestSizeLimit, streamed=frozenset({("PUT", f"{PREFIX}/api/v1/files")}), streamed_below=servers
-    )
-    app.add_middleware(AuditMiddleware, audit=audit_log, prefix=dependencies.API)
-    app.add_middleware(SecurityHeaders, defaults_below=servers)
-    app.add_middleware(RequestMetrics, registry=exporter.registry, prefix=PREFIX)
-    problems.install(app)
-    _document_problems(app)
-
-
-class _Owners(Collection[str]):
-    """Everybody with a lease that has not ended, at the moment of the question; and the stager during a transfer."""
-
-    def __init__(self, ledger: Ledger, stager: DatasetStager) -> None:
-        self._ledger = ledger
-        self._stager = stager
-
-    def _now(self) -> set[str]:
-        owners = {lease.owner for lease in self._ledger.snapshot.leases.values()}
-        return owners | {names.STAGING_OWNER} if self._stager.is_transferring else owners
-
-    def __contains__(self, owner: object) -> bool:
-        return owner in self._now()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
-
-    def __len__(self) -> int:
-        return len(self._now())
-
-
-async def _remove_networks(core: BrokerState, daemons: DockerClients, stager: DatasetStager) -> None:
-    """Remove networks of users without leases, again and again until cancelled."""
-    while True:
-        await asyncio.sleep(NETWORKS_PERIOD_S)
-        try:
-            owners = _Owners(core.ledger, stager)
-            removed = await remove_idle_user_networks(daemons, core.cluster, daemons.instance, owners)
-        except GpuhubError as error:
-            log.info("networks that nobody uses stay for now: %s", error)
-        else:
-            if removed:
-                log.info("removed networks that nobody used: %s", ", ".join(removed))
 
 
 def _seen(store: Store) -> dict[str, list[GpuReading]]:
@@ -378,18 +256,6 @@ def _seen(store: Store) -> dict[str, list[GpuReading]]:
     for gpu in store.load_seen_gpus():
         seen[gpu.node].append(GpuReading(uuid=gpu.uuid, index=gpu.index, model=gpu.model, memory_mib=gpu.memory_mib))
     return dict(seen)
-
-
-def _document_problems(app: FastAPI) -> None:
-    """Put the problem document's own schema into OpenAPI: routes name it, but none returns it."""
-    build = app.openapi
-
-    def openapi() -> dict[str, object]:
-        document = build()
-        document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def run(cluster_file: Path, paths: Paths) -> None:

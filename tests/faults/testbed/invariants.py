@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from gpuhub.broker.app import NETWORKS_PERIOD_S
+from gpuhub.broker.controllers.nodes.network_gc import NETWORKS_PERIOD_S
 from gpuhub.common import names
 from tests.faults.testbed.testbed import KEPT, USERS, FaultTestbed, home_of, label_filter
 from tests.support.closet.observer import find_overused_gpus

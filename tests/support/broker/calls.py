@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 from urllib.parse import urlsplit
 
-from gpuhub.broker.app import PREFIX
+from gpuhub.broker.api.dependencies import PREFIX
 from gpuhub.common import names
 from tests.support.broker.in_process import Running, until
 

@@ -18,8 +18,9 @@ from fastapi import FastAPI
 
 from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker.api.auth import ADMIN_SCOPE
+from gpuhub.broker.api.dependencies import PREFIX
 from gpuhub.broker.api.server import build_server_config
-from gpuhub.broker.app import PREFIX, create_app
+from gpuhub.broker.app import create_app
 from gpuhub.broker.controllers.nodes.node_probe import EnsureFirewall
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.db.writer import Changes

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
+from gpuhub.broker.api.dependencies import PREFIX
 from gpuhub.broker.api.routes import (
     cluster_routes,
     file_routes,
@@ -20,7 +21,6 @@ from gpuhub.broker.api.routes import (
     node_routes,
     reservation_routes,
 )
-from gpuhub.broker.app import PREFIX
 from tests.support.broker.in_process import Setting, served_broker
 
 #: The number of valid requests for each operation, and of invalid ones.

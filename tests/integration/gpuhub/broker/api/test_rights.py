@@ -12,8 +12,8 @@ from fastapi import FastAPI
 
 from gpuhub.broker import audit
 from gpuhub.broker.api import dependencies
+from gpuhub.broker.api.dependencies import PREFIX
 from gpuhub.broker.api.routes import port_routes, service_routes
-from gpuhub.broker.app import PREFIX
 from gpuhub.broker.db.outbox import DestinationRow
 from gpuhub.broker.operations.notebook_shares import build_notebook_id
 from gpuhub.common import names

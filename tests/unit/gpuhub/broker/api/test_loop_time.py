@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gpuhub.broker.app import PREFIX
+from gpuhub.broker.api.dependencies import PREFIX
 from gpuhub.config.settings import UserSettings
 from tests.support.broker.calls import post
 from tests.support.broker.full_queue import DEAR_JOB, full_queue

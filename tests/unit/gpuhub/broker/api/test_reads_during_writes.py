@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpuhub.broker.app import PREFIX
+from gpuhub.broker.api.dependencies import PREFIX
 from gpuhub.broker.db.writer import Changes
 from tests.support.broker.calls import ask, post, run_notebook, wait_for_state
 from tests.support.broker.in_process import Running, Setting, asgi_broker, held_writes, until

@@ -14,7 +14,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gpuhub.broker.api import server
-from gpuhub.broker.app import PREFIX
+from gpuhub.broker.api.dependencies import PREFIX
 from tests.support.broker.in_process import Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import wait_until
 
