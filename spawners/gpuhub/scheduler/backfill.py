@@ -7,9 +7,14 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from gpuhub.scheduler.availability import AvailabilityIndex, CapacityClaim, list_cpu_uses, list_memory_uses
-from gpuhub.scheduler.capacity import IMMEDIATELY, UNKNOWN_TIME, CapacityIndex, IndexedNode, NodeMask
-from gpuhub.scheduler.fit_index import CapacityMask
+from gpuhub.scheduler.indexes.availability_index import (
+    AvailabilityIndex,
+    CapacityClaim,
+    list_cpu_uses,
+    list_memory_uses,
+)
+from gpuhub.scheduler.indexes.capacity_index import IMMEDIATELY, UNKNOWN_TIME, CapacityIndex, IndexedNode, NodeMask
+from gpuhub.scheduler.indexes.fit_index import CapacityMask
 from gpuhub.scheduler.interface import NodeAllocation, Reservation, SchedulingRequest
 
 NO_EXCEPTION = -math.inf

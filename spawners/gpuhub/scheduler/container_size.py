@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuhub.scheduler.capacity import CapacityClass, IndexedNode
 from gpuhub.scheduler.demand import WHOLE, DemandVariant
+from gpuhub.scheduler.indexes.capacity_index import CapacityClass, IndexedNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

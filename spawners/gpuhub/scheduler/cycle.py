@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpuhub.scheduler.backfill import PlannedStart, ProtectionTable, plan_start, protect_candidates, protect_start
 from gpuhub.scheduler.feasibility import find_candidate_slots
-from gpuhub.scheduler.fit_index import CapacityMask
 from gpuhub.scheduler.gang_placement import build_note, count_needed, place_request
+from gpuhub.scheduler.indexes.fit_index import CapacityMask
 from gpuhub.scheduler.interface import (
     Allocation,
     Grant,

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.common.units import format_span
-from gpuhub.scheduler.capacity import IMMEDIATELY, UNKNOWN_TIME, NodeMask
 from gpuhub.scheduler.cycle import SchedulingCycle
 from gpuhub.scheduler.feasibility import (
     MAX_NAMED,
@@ -19,6 +18,7 @@ from gpuhub.scheduler.feasibility import (
     format_names,
 )
 from gpuhub.scheduler.gang_placement import describe_models, place_request
+from gpuhub.scheduler.indexes.capacity_index import IMMEDIATELY, UNKNOWN_TIME, NodeMask
 from gpuhub.scheduler.interface import Constraint, SchedulingRequest
 from gpuhub.scheduler.queue import RequestGroup
 from gpuhub.scheduler.state import SchedulerState

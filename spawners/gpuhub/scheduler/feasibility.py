@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from gpuhub.common import gpu
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.node_access import describe_access
-from gpuhub.scheduler.capacity import CapacityIndex
 from gpuhub.scheduler.demand import list_variants
+from gpuhub.scheduler.indexes.capacity_index import CapacityIndex
 from gpuhub.scheduler.interface import NodeCapacity, SchedulingRequest
 
 #: Owners or nodes that are named in one line.

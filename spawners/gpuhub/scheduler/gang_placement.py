@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gpuhub.scheduler.container_size import size_container
 from gpuhub.scheduler.demand import WHOLE, DemandVariant
-from gpuhub.scheduler.fit_index import CapacityMask, FitIndex, NodeOption
+from gpuhub.scheduler.indexes.fit_index import CapacityMask, FitIndex, NodeOption
 from gpuhub.scheduler.interface import NodeAllocation, NodeCapacity, SchedulingRequest
 from gpuhub.scheduler.placement import PlacementChoice
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpuhub.scheduler.availability import AvailabilityIndex, CapacityClaim
 from gpuhub.scheduler.backfill import plan_start
-from gpuhub.scheduler.capacity import CapacityIndex, IndexedNode
+from gpuhub.scheduler.indexes.availability_index import AvailabilityIndex, CapacityClaim
+from gpuhub.scheduler.indexes.capacity_index import CapacityIndex, IndexedNode
 from gpuhub.scheduler.interface import Allocation, Preemption, SchedulingRequest
 
 

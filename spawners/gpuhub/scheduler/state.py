@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gpuhub.scheduler.availability import AvailabilityIndex
-from gpuhub.scheduler.capacity import CapacityIndex
 from gpuhub.scheduler.demand import DemandVariant, NodeDemand, list_variants
-from gpuhub.scheduler.fit_index import FitIndex
+from gpuhub.scheduler.indexes.availability_index import AvailabilityIndex
+from gpuhub.scheduler.indexes.capacity_index import CapacityIndex
+from gpuhub.scheduler.indexes.fit_index import FitIndex
 from gpuhub.scheduler.interface import (
     Allocation,
     NodeCapacity,

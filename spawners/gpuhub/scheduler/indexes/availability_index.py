@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from gpuhub.scheduler.capacity import IMMEDIATELY, UNKNOWN_TIME, CapacityIndex, IndexedNode
 from gpuhub.scheduler.demand import DemandVariant
+from gpuhub.scheduler.indexes.capacity_index import IMMEDIATELY, UNKNOWN_TIME, CapacityIndex, IndexedNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,14 @@ import heapq
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gpuhub.scheduler.capacity import CapacityClass, CapacityIndex, ClassifiedCapacity, IndexedNode, NodeMask
 from gpuhub.scheduler.demand import WHOLE, DemandVariant, NodeDemand
+from gpuhub.scheduler.indexes.capacity_index import (
+    CapacityClass,
+    CapacityIndex,
+    ClassifiedCapacity,
+    IndexedNode,
+    NodeMask,
+)
 from gpuhub.scheduler.placement import PlacementChoice, PlacementPolicy
 
 #: Cached results are dropped beyond this number.
