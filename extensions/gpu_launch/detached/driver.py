@@ -40,7 +40,7 @@ from gpu_launch.launch.request import LaunchRequest, ValidatedRequest
 from gpu_launch.launch.worker_group import end_local_worker, start_local_worker
 from gpu_launch.launch.worker_pool import WorkerPool
 from gpu_launch.options.command import parse_words
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text as render
 from gpu_launch.units import format_span
 

@@ -24,7 +24,7 @@ from gpu_launch.launch.dry_run import DryRunReport
 from gpu_launch.launch.plan import check_array, check_guests, missing_broker
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, validate
 from gpu_launch.options import command
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 
 _MOST_NAME = 80
 _DRY_RUN_PATIENCE_S = 3.0  # seconds for a broker that does not answer

@@ -34,7 +34,7 @@ from gpu_launch.launch.startup import RankStarter, start_thread
 from gpu_launch.launch.state import LaunchResult, LaunchState, check_transition, write_status
 from gpu_launch.launch.view import LaunchView
 from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import failure, text
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.output.screens import Screen

@@ -10,7 +10,7 @@ from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.models import PREEMPTING, WAITING, Cluster, Gpu, Job, Node
 from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output.text import format_count, format_nodes, format_queue_state
 
 

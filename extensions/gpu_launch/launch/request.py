@@ -21,7 +21,7 @@ from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import plan
 from gpu_launch.launch.plan import LaunchPlan
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text
 from gpu_launch.output.screens import is_in_notebook
 from gpu_launch.prediction import figures, report

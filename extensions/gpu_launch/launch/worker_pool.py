@@ -25,7 +25,7 @@ from gpu_launch.launch.agent_client import AgentClient
 from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, validate
 from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text
 from gpu_launch.units import format_span
 

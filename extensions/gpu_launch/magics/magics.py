@@ -20,7 +20,7 @@ from gpu_launch.output import logs
 
 if TYPE_CHECKING:
     from gpu_launch.detached.submit import Submitted
-    from gpu_launch.options.definition import LaunchOptions
+    from gpu_launch.options.launch_options import LaunchOptions
 
 
 @magics_class

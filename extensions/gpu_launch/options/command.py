@@ -17,20 +17,16 @@ from typing import Any, NoReturn
 import click
 
 from gpu_launch.errors import UsageError
+from gpu_launch.options.conflicts import EXCLUDING, REFUSED
 from gpu_launch.options.definition import (
     BENCH_MODULE,
     BENCH_OPTIONS,
     BY_NAME,
-    DEMAND_FIELDS,
-    EXCLUDING,
-    JOB_FIELDS,
-    NOT_IN_MANIFEST,
     OPTIONS,
-    REFUSED,
     TORCHRUN,
     LaunchOption,
-    LaunchOptions,
 )
+from gpu_launch.options.launch_options import DEMAND_FIELDS, JOB_FIELDS, NOT_IN_MANIFEST, LaunchOptions
 
 
 @dataclass(frozen=True, kw_only=True)

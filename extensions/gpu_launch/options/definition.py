@@ -1,82 +1,14 @@
-"""A launch's options: their one definition with flags, help, checks and where each can be typed, and their value."""
+"""A launch's options: their one definition with flags, help, checks, and where each can be typed."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
 import click
 
-from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.options import value_types as types
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """The options of one launch, checked; `command` builds it for every place where options are typed."""
-
-    #: The most nodes; `least_nnodes` is None where exactly this number is needed.
-    nnodes: int = 1
-    least_nnodes: int | None = None
-    nproc_per_node: int = 1
-    max_restarts: int = 0
-    tee: str = "0"
-    redirects: str = "0"
-    #: Local ranks whose output is shown; empty for all.
-    shown_ranks: tuple[int, ...] = ()
-    log_dir: str | None = None
-    #: The ranks' stacks are shown when no rank has made progress for this many seconds; 0 for never.
-    stacks_after_s: int = 300
-    #: The rank on which the debugger opens at `breakpoint()` and where it fails; None for each that calls it.
-    debug: int | None = None
-    module: bool = False
-    no_python: bool = False
-    #: GPU models in it are spelled as the user typed them.
-    demand: GpuRequest = field(default_factory=GpuRequest)
-    timeout_s: float | None = None
-    #: Names of the notebook's variables that the ranks get, and of the ranks' variables that come back.
-    send: tuple[str, ...] = ()
-    returns: tuple[str, ...] = ()
-    #: Modules that are imported, with torch, before ranks are forked.
-    preload: tuple[str, ...] = ()
-    #: torchrun starts every rank; nothing is forked.
-    cold: bool = False
-    #: How long the workers stay afterwards, seconds; None for the administrator's setting.
-    keep_s: int | None = None
-    #: It runs without the notebook.
-    detach: bool = False
-    #: Of a job alone: the tasks of an array, the run that must succeed before, and the number of further tries.
-    array: types.ArrayTasks | None = None
-    after: str | None = None
-    retries: int = 0
-    dry_run: bool = False
-    #: Profile the script on one card, and predict its speed on several.
-    predict: bool = False
-    #: How gradients are exchanged, a `CommMode` or `AUTO`; empty to leave the script as it is.
-    comm: str = ""
-    #: More torchrun flags, such as `--role=trainer`.
-    torchrun_flags: tuple[str, ...] = ()
-    #: Script, module or program; empty for a cell.
-    script: str = ""
-    arguments: tuple[str, ...] = ()
-    help: bool = False
-
-    def shows(self, local_rank: int, stream: str) -> bool:
-        """Return whether a rank's `stdout` or `stderr` is shown, by the rules of torchrun's console."""
-        bit = 1 if stream == "stdout" else 2
-        if self.shown_ranks and local_rank not in self.shown_ranks:
-            return False
-        return not _stream_bits(self.redirects, local_rank) & bit or bool(_stream_bits(self.tee, local_rank) & bit)
-
-
-def _stream_bits(text: str, local_rank: int) -> int:
-    """Return the bits that torchrun's notation gives a local rank: `3`, or `0:3,1:1` (0 for ranks not named)."""
-    if ":" not in text:
-        return int(text)
-    pairs = (part.split(":") for part in text.split(","))
-    return next((int(bits) for rank, bits in pairs if int(rank) == local_rank), 0)
 
 
 class Surface(StrEnum):
@@ -92,13 +24,6 @@ class Surface(StrEnum):
 
 _RANKS, _FUNCTION, _COMMAND = Surface.RANKS, Surface.FUNCTION, Surface.COMMAND
 _ALL = (_RANKS, _FUNCTION, _COMMAND)
-DEMAND_FIELDS = frozenset(item.name for item in fields(GpuRequest))
-#: Options of a job that runs without the notebook.
-JOB_FIELDS = ("array", "after", "retries", "guests")
-#: Options about asking for GPUs and about the notebook: a detached job's driver does not need them.
-NOT_IN_MANIFEST = (
-    DEMAND_FIELDS | {"timeout_s", "send", "returns", "keep_s", "detach", "dry_run", "help"} | frozenset(JOB_FIELDS)
-)
 _SPANS = ("10m", "30m", "1h", "4h", "1d")
 _STREAMS = ("0", "1", "2", "3")
 
@@ -494,48 +419,3 @@ SERVE_OPTIONS = tuple(
 )
 BY_LABEL: Mapping[str, LaunchOption] = {option.label: option for option in OPTIONS}
 BY_NAME: Mapping[str, LaunchOption] = {str(option.name): option for option in OPTIONS}
-_RENDEZVOUS = "the launch knows its nodes' addresses, and makes a store of its own for every start"
-_SHOWN = "the launch reads and shows ranks' output itself: use --tee, --redirects and --local-ranks-filter"
-#: torchrun's flags that a launch refuses, and why.
-REFUSED = {
-    "node-rank": "the launch numbers the nodes itself",
-    "master-addr": _RENDEZVOUS,
-    "master-port": _RENDEZVOUS,
-    "local-addr": "every node's address on your own network is found",
-    "rdzv-backend": _RENDEZVOUS,
-    "rdzv-endpoint": _RENDEZVOUS,
-    "rdzv-id": _RENDEZVOUS,
-    "rdzv-conf": _RENDEZVOUS,
-    "standalone": "one node is --nnodes 1, which is the default",
-    "start-method": "ranks are forked from a process that has imported torch, or with --cold started by torchrun",
-    "run-path": "name the script without it; it runs as __main__ in either case",
-    "event-log-handler": "a launch keeps no record of torchrun's own events; %gpu_logs shows the ranks' output",
-    "logs-specs": "the launch reads the log files where torchrun puts them by default; --log-dir moves them",
-    "duplicate-stdout-filters": _SHOWN,
-    "duplicate-stderr-filters": _SHOWN,
-}
-_ONE_CARD = "a prediction runs some steps on one card, and its table has all numbers of cards of the last bench"
-_OUTLIVES = "a detached job runs without this notebook"
-_PROGRAM = "a program has no Python variables"
-#: Pairs of options that make no sense together, and why.
-EXCLUDING = (
-    ("module", "no_python", "the script is either a module or a program"),
-    ("no_python", "send", _PROGRAM),
-    ("no_python", "returns", _PROGRAM),
-    ("no_python", "preload", "a program starts from nothing on every rank, so imports do not help it"),
-    ("no_python", "comm", "a program's DistributedDataParallel is out of reach"),
-    ("predict", "nnodes", _ONE_CARD),
-    ("predict", "nproc_per_node", _ONE_CARD),
-    ("predict", "max_restarts", _ONE_CARD),
-    ("predict", "comm", "a prediction has all modes"),
-    ("predict", "returns", "a prediction ends the script before its end"),
-    ("predict", "no_python", "a program's steps are out of reach"),
-    ("no_python", "debug", "a program has no Python debugger"),
-    ("cold", "debug", "torchrun itself starts the ranks"),
-    ("predict", "debug", "a prediction ends the script before its end"),
-    ("cold", "preload", "--cold starts every rank with nothing imported"),
-    ("detach", "send", f"{_OUTLIVES}, so let the script load what it needs from a file"),
-    ("detach", "returns", f"{_OUTLIVES}, so let the script save its results to a file"),
-    ("detach", "keep_s", f"{_OUTLIVES}, and its workers end with it"),
-    ("detach", "timeout_s", f"{_OUTLIVES} and waits as long as needed; %gpu_cancel withdraws it"),
-)

@@ -14,7 +14,8 @@ from gpu_launch.errors import UsageError
 from gpu_launch.options import command
 from gpu_launch.options import value_types as types
 from gpu_launch.options.command import LaunchCommand
-from gpu_launch.options.definition import BY_LABEL, LaunchOptions
+from gpu_launch.options.definition import BY_LABEL
+from gpu_launch.options.launch_options import LaunchOptions
 
 _LABELS = "model memory cpus ram shm priority time-limit timeout-s preload keep send return help"
 _OPTIONS = tuple(BY_LABEL[label] for label in _LABELS.split())

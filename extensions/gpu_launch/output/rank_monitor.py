@@ -10,7 +10,7 @@ from typing import Any
 from gpu_launch.common.displays import parse_display
 from gpu_launch.common.launch_spec import Membership, RankEnd
 from gpu_launch.errors import LaunchFailed, UsageError
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import failure
 from gpu_launch.output.display_order import DisplayOrder
 from gpu_launch.output.display_tabs import RankDisplay

@@ -14,7 +14,7 @@ from gpu_launch.common.exchange import MAX_BYTES
 from gpu_launch.common.variables import LARGE_BYTES, VariableTracker
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
 from gpu_launch.options import gpu_cell
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output.text import format_count, format_size
 from gpu_launch.sessions.cell import CellRequest, CellRun, CellStep, format_failure
 from gpu_launch.sessions.rank_main import ALONE

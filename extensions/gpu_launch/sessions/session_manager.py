@@ -16,7 +16,7 @@ from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
 from gpu_launch.launch.launch import prepare
 from gpu_launch.options import command
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.options.rank_session import NO_SESSION
 from gpu_launch.output.text import format_count, format_exact_span, format_nodes
 from gpu_launch.sessions.cell import CellRequest, CellRun, CellStep, format_failure

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 import gpu_launch
-from gpu_launch.options import definition
+from gpu_launch.options import conflicts, definition
 
 pytestmark = pytest.mark.torch
 
@@ -23,11 +23,11 @@ def test_every_flag_of_torchrun_is_supported_or_refused_with_a_reason():
         for option in action.option_strings
         if option.startswith("--")
     }
-    assert longs - {*definition.BY_LABEL, *definition.REFUSED} == set()
+    assert longs - {*definition.BY_LABEL, *conflicts.REFUSED} == set()
     shorts = {option for action in actions for option in action.option_strings if not option.startswith("--")}
     assert shorts == {flag for option in definition.OPTIONS for flag in option.opts if not flag.startswith("--")}
-    assert set(definition.REFUSED) <= longs
-    assert not set(definition.BY_LABEL) & set(definition.REFUSED)
+    assert set(conflicts.REFUSED) <= longs
+    assert not set(definition.BY_LABEL) & set(conflicts.REFUSED)
     switches = {name for action in actions if action.nargs == 0 for name in _names(action)}
     assert (
         switches & set(definition.BY_LABEL)

@@ -20,7 +20,7 @@ from gpu_launch.common import job_manifest, run_folder
 from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.launch import plan
 from gpu_launch.options import command
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.options.value_types import ArrayTasks
 
 _MOST_NAME = 80

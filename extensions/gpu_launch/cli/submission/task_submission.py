@@ -17,7 +17,7 @@ from gpu_launch.cli.taskfile.parser import TaskFile
 from gpu_launch.common import job_manifest
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.training import comm_modes
 
 #: Options about ranks; a task's commands start their own.

@@ -18,7 +18,7 @@ import pytest
 
 from gpu_launch.common.network import find_free_port
 from gpu_launch.options import command
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.serving import settings
 from tests.support.launch import served_ranks, tiny_model
 from tests.support.launch.detached_jobs import Job

@@ -25,7 +25,7 @@ from gpu_launch.detached.driver import (
 from gpu_launch.errors import UsageError
 from gpu_launch.launch import membership
 from gpu_launch.options import command
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 
 ENV = environment.read({"HOME": "/home/ada", "GPUHUB_NODE": "rig1", "GPU_LAUNCH_PREEMPTIONS": "1"})
 

@@ -18,7 +18,7 @@ from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, choose_start_method
 from gpu_launch.launch.worker_group import BrokerWorkerGroup
 from gpu_launch.launch.worker_pool import WorkerPool, WorkerPools
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 
 ENV = environment.read({"GPUHUB_NODE": "rig1", "HOME": "/home/ada"})
 PLAN = LaunchPlan(

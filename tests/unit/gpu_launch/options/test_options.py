@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import gpu_launch
 from gpu_launch.broker.gpu_request import Amount, GpuRequest
 from gpu_launch.errors import UsageError
-from gpu_launch.options import command, definition
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options import command, conflicts, definition
+from gpu_launch.options.launch_options import LaunchOptions
 
 HOSTILE = [
     "a b.py",
@@ -89,13 +89,13 @@ def test_help_lists_every_gpu_launch_flag():
     assert [label for label in definition.BY_LABEL if f"--{label}" not in command.USAGE and label != "help"] == []
 
 
-@pytest.mark.parametrize("name", definition.REFUSED)
+@pytest.mark.parametrize("name", conflicts.REFUSED)
 def test_refused_flag_has_a_reason(name):
     """In both spellings, with a value or without."""
     for flag in (f"--{name}", f"--{name.replace('-', '_')}=1"):
         with pytest.raises(UsageError) as raised:
             command.parse(f"{flag} train.py")
-        assert definition.REFUSED[name] in str(raised.value)
+        assert conflicts.REFUSED[name] in str(raised.value)
         assert flag.partition("=")[0] in str(raised.value)
 
 

@@ -12,7 +12,7 @@ from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.launch import plan as plan_module
 from gpu_launch.launch.plan import LaunchPlan
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text as render
 from gpu_launch.output.panel import PanelView, RankState
 from gpu_launch.output.progress_bars import ProgressBar

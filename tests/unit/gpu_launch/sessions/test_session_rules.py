@@ -6,7 +6,7 @@ import pytest
 
 from gpu_launch.errors import UsageError
 from gpu_launch.options import rank_session
-from gpu_launch.options.definition import LaunchOptions
+from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.sessions.cell import (
     INTERRUPT_TIMEOUT_S,
     PEER_TIMEOUT_S,
