@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,13 +16,13 @@ from sqlalchemy import exc
 from gpuhub.broker.db import gpu_records, retention, tables, writer
 from gpuhub.broker.db.cost_store import CostStore
 from gpuhub.broker.db.engine import READ_ONLY, AdvisoryLock, build_engine, migrate, take_advisory_lock
+from gpuhub.broker.db.gpu_records import SeenGpu
 from gpuhub.broker.db.limit_store import LimitStore
 from gpuhub.broker.db.outbox import Outbox
 from gpuhub.broker.db.power_store import PowerStore
 from gpuhub.broker.db.share_store import ShareStore
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
-from gpuhub.common import gpu as gpus
 from gpuhub.common.errors import Conflict, SetupError, Unavailable
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.paths import Paths, acquire_lock
@@ -41,20 +40,6 @@ _TURN_S = 10.0
 _UNUSABLE = "the broker's store cannot be used at the moment"
 #: Error texts for a second request with the same key: SQLite names the columns, PostgreSQL the constraint.
 _DUPLICATE_KEYS = ("leases.owner, leases.key", "jobs.owner, jobs.run_id", "ux_leases_owner_key", "uq_jobs_owner_run_id")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenGpu:
-    """A GPU as it was last read."""
-
-    uuid: str
-    node: str
-    index: int
-    model: str
-    memory_mib: int
-    capability: tuple[int, int] | None = None
-    is_mig: bool = False
-    seen_at: float
 
 
 def lock_path(store: Path) -> Path:
@@ -261,20 +246,12 @@ class Store:
     def load_seen_gpus(self) -> list[SeenGpu]:
         """Return all GPUs that were ever read and not replaced."""
         with self._transaction(READ_ONLY) as connection:
-            rows = connection.execute(sa.select(tables.gpus)).mappings().all()
-        return [
-            SeenGpu(**{**row, "capability": gpus.parse_capability(row["capability"]) if row["capability"] else None})
-            for row in rows
-        ]
+            return gpu_records.load_seen_gpus(connection)
 
     def save_seen_gpus(self, node: str, seen: Sequence[SeenGpu]) -> None:
         """Replace the GPUs of a node; a GPU that was moved here leaves its old node."""
         with self._transaction() as connection:
-            uuids = [gpu.uuid for gpu in seen]
-            connection.execute(
-                sa.delete(tables.gpus).where((tables.gpus.c.node == node) | tables.gpus.c.uuid.in_(uuids))
-            )
-            writer.insert_rows(connection, tables.gpus, [_seen_record(gpu) for gpu in seen])
+            gpu_records.save_seen_gpus(connection, node, seen)
 
     def load_gpu_records(self) -> dict[str, GpuRecord]:
         """Return the records of all GPUs by UUID."""
@@ -415,17 +392,3 @@ def _parse_usage_record(row: Mapping[str, Any]) -> UsageRecord:
         started_at=row["started_at"],
         ended_at=min(ends),
     )
-
-
-def _seen_record(gpu: SeenGpu) -> dict[str, Any]:
-    capability = None if gpu.capability is None else ".".join(map(str, gpu.capability))
-    return {
-        "uuid": gpu.uuid,
-        "node": gpu.node,
-        "index": gpu.index,
-        "model": gpu.model,
-        "memory_mib": gpu.memory_mib,
-        "capability": capability,
-        "is_mig": gpu.is_mig,
-        "seen_at": gpu.seen_at,
-    }

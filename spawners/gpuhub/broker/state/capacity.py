@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from gpuhub.broker.db.store import SeenGpu, Store
+from gpuhub.broker.db.gpu_records import SeenGpu
+from gpuhub.broker.db.store import Store
 from gpuhub.broker.state.gpu_records import GpuRecords
 from gpuhub.broker_api.schemas.bench import NodeBenchView
 from gpuhub.common.gpu import GpuSpec

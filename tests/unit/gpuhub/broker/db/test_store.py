@@ -14,8 +14,9 @@ from alembic.migration import MigrationContext
 
 from gpuhub.broker.db import tables
 from gpuhub.broker.db.engine import READ_ONLY
+from gpuhub.broker.db.gpu_records import SeenGpu
 from gpuhub.broker.db.retention import MAX_OWNER_EVENTS, MAX_UNOWNED_EVENTS
-from gpuhub.broker.db.store import SeenGpu, Store
+from gpuhub.broker.db.store import Store
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, Purpose
 from gpuhub.common.errors import Conflict, SetupError, Unavailable
