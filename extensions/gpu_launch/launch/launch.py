@@ -1,16 +1,16 @@
 """One launch, from the request for its workers to their release; `launch` runs one at a time for this notebook.
 
 `Launch` owns the state machine of `state`; the other modules are parts that it calls: `startup` starts the ranks,
-`restart` notices changes of members, ends the ranks and asks for missing nodes, and `view` shows all of it.
+`restart` notices changes of members, ends the ranks and asks for missing nodes, `view` shows all of it, and `shutdown`
+ends what is left and releases the workers.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,24 +29,18 @@ from gpu_launch.launch.experiment_log import ExperimentLog, find_settings
 from gpu_launch.launch.membership import MembershipChange, check_enough_nodes, format_lost_worker
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest
 from gpu_launch.launch.restart import RestartController, ScaleUp
+from gpu_launch.launch.shutdown import LaunchShutdown
 from gpu_launch.launch.stack_reporter import StackReporter
-from gpu_launch.launch.startup import RankStarter, start_thread
+from gpu_launch.launch.startup import RankStarter
 from gpu_launch.launch.state import LaunchResult, LaunchState, check_transition, write_status
 from gpu_launch.launch.view import LaunchView
-from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
+from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import failure, text
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.output.screens import Screen
-from gpu_launch.worker import agent
 
-_STEP_S = 0.05  # seconds between polls of the thread that releases the workers
-_QUICK_S = 0.3  # seconds it may take before it is shown
-_INTERRUPT_S = 1.0  # seconds ranks have to end after the user's interrupt
-_CANCELLED_S = 2.0  # seconds for a cancelled start to stop
 _STARTED_S = 10.0  # seconds for all starts to be confirmed after the first failure
-#: Seconds for agents to confirm that nothing of the run is left: where the workers are not used again anyway, and else.
-_UNPROVEN_S, _FINISHED_S = 5.0, 20.0
 _HARDWARE_S = 6.0  # seconds until the broker knows what the driver reports of a GPU
 _NETWORK_S = 2.0  # seconds for this container's network to be there
 #: Held by the running launch of this notebook.
@@ -169,12 +163,13 @@ class Launch:
             show_output=self._view.pump,
             chosen=self._options.debug,
         )
+        self._shutdown = LaunchShutdown(
+            validated, self.run_folder.run_id, pool=pool, ranks=self._ranks, view=self._view, starter=self._starter
+        )
         self._state = LaunchState.STARTING
         self._restarts = 0
         #: When GPUs were requested last, by the monotonic clock.
         self._requested_at = time.monotonic()
-        #: Some nodes did not report their ranks' end, so that the workers cannot be used again.
-        self._is_unproven = False
 
     @property
     def ranks(self) -> RankMonitor:
@@ -199,7 +194,7 @@ class Launch:
             outcome = "done"
         except KeyboardInterrupt:
             outcome = "interrupted"
-            self._stop_all()
+            self._shutdown.stop_ranks()
             raise LaunchInterrupted(f"every rank is stopped. Logs: {self._logs}") from None
         finally:
             self.end(outcome)
@@ -283,7 +278,7 @@ class Launch:
 
     def interrupt(self) -> None:
         """Send SIGINT to all ranks."""
-        self._agents.broadcast(agent.signal_ranks, int(signal.SIGINT), self.run_folder.run_id)
+        self._shutdown.interrupt()
 
     def end(self, outcome: str) -> None:
         """End what is left of the ranks, and release the workers; `outcome` is for the closing line."""
@@ -292,8 +287,10 @@ class Launch:
         self._enter(LaunchState.ENDED)
         self._stacks.close()
         nodes = self._view.describe_nodes()
-        self._shielded(self._release, "stopping" if self._group.is_notebook_only else "freeing the GPUs")
-        self._shielded(partial(self._experiment.finish, outcome, nodes), "logging in MLflow")
+        self._shutdown.run_shielded(
+            self._shutdown.release, "stopping" if self._group.is_notebook_only else "freeing the GPUs"
+        )
+        self._shutdown.run_shielded(partial(self._experiment.finish, outcome, nodes), "logging in MLflow")
         self._print_notes()
         self._view.prefix = ""
         self._sink.close()
@@ -331,7 +328,7 @@ class Launch:
         self._starter.join(_STARTED_S)
         if not self._ranks.all_ended():
             # A node that does not report its end may be the reason why the others failed.
-            self._is_unproven = True
+            self._shutdown.is_unproven = True
             self._group.check()
             self._check_silent()
         return self._controller.await_reason()
@@ -431,7 +428,7 @@ class Launch:
 
     def _check_silent(self) -> None:
         if silent := self._controller.find_silent():
-            self._is_unproven = True
+            self._shutdown.is_unproven = True
             self._controller.raise_silent(silent)
 
     def _check_wait(self) -> None:
@@ -442,63 +439,3 @@ class Launch:
             reason = f": {job.waiting_for}" if job is not None and job.waiting_for else ""
             after = "It was not started again." if self._ranks.attempt else "Nothing was started."
             raise LaunchFailed(f"No GPUs were free within {limit_s:g} s (--timeout-s){reason}. {after}")
-
-    # -- the end --------------------------------------------------------------------------------------------------
-
-    def _stop_all(self) -> None:
-        """Send SIGINT to all ranks and wait a little; a second interrupt ends them at once."""
-        self._view.prefix, self._view.activity = "interrupted, stopping · ", ""
-        self._ranks.mute()
-        self._starter.cancel()
-        try:
-            self._starter.join(_INTERRUPT_S)
-            if not self._starter.was_sent:
-                return
-            self.interrupt()
-            self._view.pump_until(self._ranks.all_ended, _INTERRUPT_S)
-        except KeyboardInterrupt:
-            self._view.prefix = "interrupted twice, ending at once · "
-
-    def _release(self) -> None:
-        can_keep = False
-        try:
-            self._finish()
-            can_keep = not (self._is_unproven or self._starter.is_busy())
-        finally:
-            keep_s = choose_keep_s(self._options, self._validated.request.env)
-            worker_pools.release(self._pool, keep_s=keep_s if can_keep else 0)
-
-    def _finish(self) -> None:
-        """Remove what is left of the ranks; the workers can be used again when every agent has confirmed it."""
-        self._starter.cancel()
-        self._starter.join(_CANCELLED_S)
-        run_id = self.run_folder.run_id
-        if self._starter.was_sent and not self._ranks.all_ended():
-            self._agents.broadcast(agent.kill_ranks, run_id)
-        calls = self._agents.broadcast(agent.finish_run, run_id)
-        is_leaving = self._group.job is not None and self._group.job.state == models.LEAVING
-        if not self._starter.was_sent or is_leaving:
-            # An agent may import for a long time, or be gone; and containers that end leave nothing behind.
-            return
-        # Workers that are not used again are not worth a long wait.
-        deadline = time.monotonic() + (_UNPROVEN_S if self._is_unproven else _FINISHED_S)
-        for call in calls:
-            call.wait(max(0.0, deadline - time.monotonic()))
-        if not all(call.ready() for call in calls):
-            self._is_unproven = True
-
-    def _shielded(self, target: Callable[[], None], activity: str) -> None:
-        """Run something in a thread that no further interrupt reaches."""
-        problems: list[BaseException] = []
-        thread = start_thread(target, problems.append)
-        is_quick = True
-        while thread.is_alive():
-            try:
-                thread.join(_QUICK_S if is_quick else _STEP_S)
-                is_quick = False
-                if thread.is_alive():
-                    self._view.show_progress(activity)
-            except KeyboardInterrupt:
-                self._view.prefix = "already stopping · "
-        for problem in problems:
-            self._view.print_line(str(problem), stream="stderr")
