@@ -81,7 +81,9 @@ class AdminOperations:
         await self._core.cordon(node, None)
         if before is not None:
             self._core.add_event("node.uncordoned", f"node {node} takes work again, by {caller.name}", node=node)
-            await self._core.ledger.change(lambda draft: _restore_times(draft, node, self._core.capacity.cordons))
+            await self._core.ledger.change(
+                lambda transaction: _restore_times(transaction, node, self._core.capacity.cordons)
+            )
         return view_node(self._core, self._backend, node)
 
     async def accept_gpu(self, caller: Identity, node: str, index: int) -> NodeView:
@@ -155,24 +157,24 @@ class AdminOperations:
         if is_drain:
             if request.requeue:
                 await self._core.ledger.change(mutations.preempt_jobs(node, request.grace_s))
-            await self._core.ledger.change(lambda draft: _shorten_leases(draft, row))
+            await self._core.ledger.change(lambda transaction: _shorten_leases(transaction, row))
         return view_node(self._core, self._backend, node)
 
 
-def _shorten_leases(draft: Transaction, row: Cordon) -> None:
-    for lease_id in sorted(draft.index.find("node", row.node)):
-        lease = draft.leases[lease_id]
-        job_id = draft.index.find_one("job of lease", lease_id)
-        if job_id is not None and draft.jobs[job_id].state is JobState.PREEMPTING:
+def _shorten_leases(transaction: Transaction, row: Cordon) -> None:
+    for lease_id in sorted(transaction.index.find("node", row.node)):
+        lease = transaction.leases[lease_id]
+        job_id = transaction.index.find_one("job of lease", lease_id)
+        if job_id is not None and transaction.jobs[job_id].state is JobState.PREEMPTING:
             # It has its own deadline, after which it waits again.
             continue
-        draft.put_lease(
-            lease_states.shorten(lease, draft.now + row.grace_s, f"node {row.node} is {describe_cordon(row)}")
+        transaction.put_lease(
+            lease_states.shorten(lease, transaction.now + row.grace_s, f"node {row.node} is {describe_cordon(row)}")
         )
 
 
-def _restore_times(draft: Transaction, node: str, others: Mapping[str, Cordon]) -> None:
-    for lease_id in sorted(draft.index.find("node", node)):
-        lease = draft.leases[lease_id]
+def _restore_times(transaction: Transaction, node: str, others: Mapping[str, Cordon]) -> None:
+    for lease_id in sorted(transaction.index.find("node", node)):
+        lease = transaction.leases[lease_id]
         if not any(name in others and others[name].is_draining for name in lease.nodes):
-            draft.put_lease(lease_states.restore_time(lease))
+            transaction.put_lease(lease_states.restore_time(lease))

@@ -142,9 +142,9 @@ class BrokerOperations:
         if lease.state in leases.LIVE:
             await self._backend.confirm(lease)
 
-        def edit(draft: Transaction) -> None:
-            current = _open_lease(draft, lease_id)
-            draft.put_lease(leases.activate(current, activation.container_id, draft.now))
+        def edit(transaction: Transaction) -> None:
+            current = _open_lease(transaction, lease_id)
+            transaction.put_lease(leases.activate(current, activation.container_id, transaction.now))
 
         await self._core.ledger.change(edit)
         return await self.lease(caller, lease_id)
@@ -308,9 +308,9 @@ class BrokerOperations:
         job = await access.find_job(self._core, caller, job_id)
         reason = "stopped" if caller.name == job.owner else f"ended by {caller.name}"
 
-        def edit(draft: Transaction) -> None:
-            if job_id in draft.jobs:
-                draft.put_job(job_states.cancel(draft.jobs[job_id], reason, draft.now))
+        def edit(transaction: Transaction) -> None:
+            if job_id in transaction.jobs:
+                transaction.put_job(job_states.cancel(transaction.jobs[job_id], reason, transaction.now))
 
         await self._core.ledger.change(edit)
         return await self.job(caller, job_id)
@@ -391,8 +391,8 @@ def _job_order(job: JobRow) -> tuple[float, str]:
     return job.created_at, job.run_id
 
 
-def _open_lease(draft: Transaction, lease_id: str) -> LeaseRow:
-    lease = draft.leases.get(lease_id)
+def _open_lease(transaction: Transaction, lease_id: str) -> LeaseRow:
+    lease = transaction.leases.get(lease_id)
     if lease is None:
         raise Conflict(f"lease {lease_id} has ended")
     return lease

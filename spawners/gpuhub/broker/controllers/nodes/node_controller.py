@@ -280,9 +280,9 @@ class NodeController:
                 await self._note_exit(node, action)
 
     async def _renew(self, listing: ObservedNode, lease_ids: list[str]) -> None:
-        def edit(draft: Transaction) -> None:
-            for lease in filter(None, map(draft.leases.get, lease_ids)):
-                draft.put_lease(rules.refresh_identity(lease, listing.node, listing.identity))
+        def edit(transaction: Transaction) -> None:
+            for lease in filter(None, map(transaction.leases.get, lease_ids)):
+                transaction.put_lease(rules.refresh_identity(lease, listing.node, listing.identity))
 
         await self._core.ledger.change(edit)
 
