@@ -111,7 +111,7 @@ class SlurmBackend(SchedulingBackend):
         #: What Slurm's administrators set up; None before it was read.
         self.site: SlurmSite | None = None
         self._site_at = float("-inf")
-        self._look = SlurmSnapshot(jobs=(), nodes=())
+        self._snapshot = SlurmSnapshot(jobs=(), nodes=())
         #: Jobs that were cancelled since the last poll.
         self._cancelled: set[int] = set()
 
@@ -148,34 +148,34 @@ class SlurmBackend(SchedulingBackend):
     # -- polling --------------------------------------------------------------------------------------------------
 
     async def observe(self) -> Observation:
-        look = await self._api.read_snapshot()
+        snapshot = await self._api.read_snapshot()
         leases = self._host.leases()
-        submitted = await self._find_submitted(look, leases)
+        submitted = await self._find_submitted(snapshot, leases)
         known = {
             lease.id: lease.evolve(slurm_job=submitted[lease.id]) if submitted and lease.id in submitted else lease
             for lease in leases.values()
         }
-        observation = await self._judge(look, known, submitted)
-        self._scheduler.observe(look)
-        self._look = look
+        observation = await self._compare(snapshot, known, submitted)
+        self._scheduler.observe(snapshot)
+        self._snapshot = snapshot
         self._cancelled.clear()
         return observation
 
-    async def _find_submitted(self, look: SlurmSnapshot, leases: Mapping[str, LeaseRow]) -> dict[str, int] | None:
+    async def _find_submitted(self, snapshot: SlurmSnapshot, leases: Mapping[str, LeaseRow]) -> dict[str, int] | None:
         """Return jobs of leases that have none in the ledger; None where that is not known."""
         try:
-            return await self._submissions.find_submitted(look, leases)
+            return await self._submissions.find_submitted(snapshot, leases)
         except GpuhubError as error:
             log.warning("Slurm: %s", error)
         except Exception:
             log.exception("jobs could not be assigned to leases")
         return None
 
-    async def _judge(
-        self, look: SlurmSnapshot, leases: Mapping[str, LeaseRow], submitted: dict[str, int] | None
+    async def _compare(
+        self, snapshot: SlurmSnapshot, leases: Mapping[str, LeaseRow], submitted: dict[str, int] | None
     ) -> Observation:
         """Compare the leases that have jobs with a poll."""
-        listed = {(job.id, job.name): job for job in look.jobs}
+        listed = {(job.id, job.name): job for job in snapshot.jobs}
         ended: dict[str, EndedLease] = {}
         lost_nodes: dict[str, frozenset[str]] = {}
         ends_at: dict[str, float | None] = {}
@@ -207,9 +207,9 @@ class SlurmBackend(SchedulingBackend):
             notes=notes,
             nodes=()
             if has_daemons
-            else bare_nodes.build_nodes(self._cluster, self._host.nodes(), look, clock.monotonic()),
-            cleared={} if has_daemons else bare_nodes.find_cleared(look, leases),
-            power=find_power(look, self._node_names),
+            else bare_nodes.build_nodes(self._cluster, self._host.nodes(), snapshot, clock.monotonic()),
+            cleared={} if has_daemons else bare_nodes.find_cleared(snapshot, leases),
+            power=find_power(snapshot, self._node_names),
             may_submit=submitted is not None,
         )
 
@@ -263,21 +263,21 @@ class SlurmBackend(SchedulingBackend):
         leases = self._host.leases()
         has_containers = self._capabilities.containers
         unwanted = lease_outcomes.find_unwanted(
-            self._look.jobs, leases, instance=self._instance, has_containers=has_containers
+            self._snapshot.jobs, leases, instance=self._instance, has_containers=has_containers
         )
         listed: dict[int, str] = {}
         counts: Counter[int] = Counter()
-        for job in sorted(self._look.jobs, key=lambda job: job.id):
+        for job in sorted(self._snapshot.jobs, key=lambda job: job.id):
             if job.id in unwanted - self._cancelled and counts[job.user_id] < _MAX_UNWANTED:
                 counts[job.user_id] += 1
                 listed[job.id] = job.name
         await self._cancel(listed)
 
     async def _release_nodes(self) -> None:
-        await self._updater.shrink(self._look)
+        await self._updater.shrink(self._snapshot)
 
     async def _store_jobs(self) -> None:
-        await self._updater.store(self._look)
+        await self._updater.store(self._snapshot)
 
     async def _read_site(self) -> None:
         now = self._host.clock.monotonic()

@@ -25,19 +25,19 @@ _MIB = 1024**2
 
 
 def build_nodes(
-    cluster: ClusterSettings, before: Mapping[str, NodeStatus], look: SlurmSnapshot, monotonic: float
+    cluster: ClusterSettings, before: Mapping[str, NodeStatus], snapshot: SlurmSnapshot, monotonic: float
 ) -> tuple[NodeStatus, ...]:
     """Return the nodes of cluster.toml as Slurm reports them; `before` is what was known of each."""
-    theirs = {node.name: node for node in look.nodes}
+    theirs = {node.name: node for node in snapshot.nodes}
     return tuple(
         build_node(cluster, before[node.name], theirs.get(node.slurm_name), monotonic) for node in cluster.nodes
     )
 
 
-def find_cleared(look: SlurmSnapshot, leases: Mapping[str, LeaseRow]) -> dict[str, list[str]]:
+def find_cleared(snapshot: SlurmSnapshot, leases: Mapping[str, LeaseRow]) -> dict[str, list[str]]:
     """Return by node the ending leases of which nothing is left there."""
     cleared: defaultdict[str, list[str]] = defaultdict(list)
-    remaining = {job.id for job in look.jobs if may_run(job)}
+    remaining = {job.id for job in snapshot.jobs if may_run(job)}
     for lease in leases.values():
         for node in find_clear_nodes(lease, remaining):
             cleared[node].append(lease.id)

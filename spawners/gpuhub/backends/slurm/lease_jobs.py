@@ -63,7 +63,7 @@ class Submissions:
         self._find_submitter = find_submitter
         self._has_containers = has_containers
 
-    async def find_submitted(self, look: SlurmSnapshot, leases: Mapping[str, LeaseRow]) -> dict[str, int]:
+    async def find_submitted(self, snapshot: SlurmSnapshot, leases: Mapping[str, LeaseRow]) -> dict[str, int]:
         """Return jobs of leases for which the ledger has none.
 
         The broker was restarted before it could store the number, or did not learn whether a submission was accepted;
@@ -73,7 +73,7 @@ class Submissions:
             Unavailable: The accounts cannot be read.
         """
         named: defaultdict[str, list[SlurmJob]] = defaultdict(list)
-        for job in look.jobs:
+        for job in snapshot.jobs:
             named[job.name].append(job)
         submitted: dict[str, int] = {}
         for lease in filter(_is_unsubmitted, leases.values()):
@@ -161,11 +161,11 @@ class JobUpdater:
         #: By job.
         self._refused: dict[int, RefusedShrink] = {}
 
-    async def shrink(self, look: SlurmSnapshot) -> None:
+    async def shrink(self, snapshot: SlurmSnapshot) -> None:
         """Release in Slurm the nodes that elastic leases have released; otherwise their jobs keep them to the end."""
         leases, now = self._host.leases(), self._host.clock.monotonic()
         refused: dict[int, RefusedShrink] = {}
-        for job in look.jobs:
+        for job in snapshot.jobs:
             lease = leases.get(job.name.removeprefix(self._job_name("")))
             if lease is None or lease.slurm_job != job.id:
                 continue
@@ -181,17 +181,17 @@ class JobUpdater:
                 refused[job.id] = last
         self._refused = refused
 
-    async def store(self, look: SlurmSnapshot) -> None:
+    async def store(self, snapshot: SlurmSnapshot) -> None:
         """Let slurmctld store that the jobs of leases run, once each."""
         of_leases = {(lease.slurm_job, self._job_name(lease.id)) for lease in self._host.leases().values()}
-        for job in look.jobs:
+        for job in snapshot.jobs:
             if job.state is SlurmJobState.RUNNING and (job.id, job.name) in of_leases and job.id not in self._stored:
                 try:
                     await self._api.persist_job(job.id, name=job.name)
                 except SlurmRefused as error:
                     log.warning("Slurm does not store the state of job %s: %s", job.id, error)
                 self._stored.add(job.id)
-        self._stored &= {job.id for job in look.jobs}
+        self._stored &= {job.id for job in snapshot.jobs}
 
     async def _shrink_job(self, job: SlurmJob, last: RefusedShrink, now: float) -> RefusedShrink | None:
         try:

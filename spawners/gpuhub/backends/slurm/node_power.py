@@ -17,9 +17,9 @@ _FLAGS = {
 }
 
 
-def find_power(look: SlurmSnapshot, node_names: Mapping[str, str]) -> dict[str, PowerState]:
+def find_power(snapshot: SlurmSnapshot, node_names: Mapping[str, str]) -> dict[str, PowerState]:
     """Return the power of gpuhub's nodes; `node_names` has their names by Slurm's."""
-    return {node_names[node.name]: parse_power(node.state) for node in look.nodes if node.name in node_names}
+    return {node_names[node.name]: parse_power(node.state) for node in snapshot.nodes if node.name in node_names}
 
 
 def parse_power(state: str) -> PowerState:

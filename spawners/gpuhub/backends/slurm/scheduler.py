@@ -53,7 +53,7 @@ class SlurmScheduler(ExternalScheduler):
         self._instance = instance
         self._node_names = dict(node_names)
         self._table = table or SlurmSettings()
-        self._look = SlurmSnapshot(jobs=(), nodes=())
+        self._snapshot = SlurmSnapshot(jobs=(), nodes=())
         self._jobs: dict[int, SlurmJob] = {}
         self._nodes: dict[str, SlurmNode] = {}
         #: Numbers of pending jobs, in Slurm's order.
@@ -61,12 +61,12 @@ class SlurmScheduler(ExternalScheduler):
         #: By request: when the job had started by which it was granted in this run of the broker.
         self._started_at: dict[str, float | None] = {}
 
-    def observe(self, look: SlurmSnapshot) -> None:
+    def observe(self, snapshot: SlurmSnapshot) -> None:
         """Take over all jobs and nodes of one moment; Slurm answers."""
-        self._look = look
-        self._jobs = {job.id: job for job in look.jobs}
-        self._nodes = {node.name: node for node in look.nodes}
-        pending = [job for job in look.jobs if job.state is SlurmJobState.PENDING]
+        self._snapshot = snapshot
+        self._jobs = {job.id: job for job in snapshot.jobs}
+        self._nodes = {node.name: node for node in snapshot.nodes}
+        pending = [job for job in snapshot.jobs if job.state is SlurmJobState.PENDING]
         self._queue = [job.id for job in sorted(pending, key=lambda job: (-job.priority, job.id))]
         self.note_answer()
 
@@ -107,7 +107,7 @@ class SlurmScheduler(ExternalScheduler):
 
     def can_start_now(self, request: SchedulingRequest, now: float) -> bool:
         choice = self.choose(request)
-        return choice is not None and is_available_now(request, choice, self._look.nodes)
+        return choice is not None and is_available_now(request, choice, self._snapshot.nodes)
 
     # -- Slurm's jobs and nodes -----------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class SlurmScheduler(ExternalScheduler):
 
     def choose(self, request: SchedulingRequest) -> GpuSelection | None:
         """Return the GPUs on which a request may run; None where that is not known yet."""
-        return select_gpus(request, self._capacities(), self._look.nodes, self._table)
+        return select_gpus(request, self._capacities(), self._snapshot.nodes, self._table)
 
     def find_start(self, request_id: str) -> float | None:
         """Return when the job had started by which a request was granted, seconds since 1970.
@@ -151,7 +151,7 @@ class SlurmScheduler(ExternalScheduler):
         }
         return {
             slot.uuid: job
-            for job in self._look.jobs
+            for job in self._snapshot.jobs
             if job.gpus and job.id not in waiting and (job.id in held or not self._is_lease_job(job))
             for node in job.nodes
             for slot in self._find_slots(node, job) or ()
@@ -167,7 +167,7 @@ class SlurmScheduler(ExternalScheduler):
         """Return gpuhub's nodes to which Slurm gives no work, with Slurm's reason."""
         return {
             self._node_names[node.name]: f"{node.state}: {node.reason}" if node.reason else node.state
-            for node in self._look.nodes
+            for node in self._snapshot.nodes
             if node.name in self._node_names and not node.takes_work
         }
 
@@ -186,7 +186,7 @@ class SlurmScheduler(ExternalScheduler):
         return job is not None and job.state is SlurmJobState.RUNNING
 
     def _explain_unsubmitted(self, request: SchedulingRequest) -> str:
-        if self._look.nodes and self.choose(request) is None:
+        if self._snapshot.nodes and self.choose(request) is None:
             return "no node that both Slurm and gpuhub know meets the request yet"
         return "it is being submitted"
 

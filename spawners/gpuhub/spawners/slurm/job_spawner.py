@@ -267,7 +267,7 @@ def build_notebook_submission(
     *,
     cluster: ClusterSettings,
     view: ClusterView,
-    look: SlurmSnapshot,
+    snapshot: SlurmSnapshot,
     site: SlurmSite,
     name: str,
 ) -> SlurmSubmission:
@@ -288,7 +288,7 @@ def build_notebook_submission(
         cpu_milli=size.cpu_milli,
         memory_mib=size.memory_mib,
     )
-    choice = select_gpus(request, _build_capacities(cluster, view), look.nodes, cluster.slurm)
+    choice = select_gpus(request, _build_capacities(cluster, view), snapshot.nodes, cluster.slurm)
     if choice is None:
         raise Conflict("None of Slurm's nodes that gpuhub knows has such a GPU: choose another profile.")
     submitter = build_submitter(identity)

@@ -111,7 +111,7 @@ class GpuSlurmSpawner(JobSpawner):
             identity,
             cluster=self.cluster,
             view=view,
-            look=snapshot,
+            snapshot=snapshot,
             site=site,
             name=self._job_name(lease.id),
         )

@@ -75,7 +75,7 @@ async def submit(of: ClusterSettings) -> SlurmSubmission:
         ADA,
         cluster=of,
         view=await broker.cluster(),
-        look=SlurmSnapshot(jobs=(), nodes=NODES),
+        snapshot=SlurmSnapshot(jobs=(), nodes=NODES),
         site=LIMITED,
         name="gh-lease-l1",
     )
