@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuhub.broker_api.schemas import LeasedGpuView
 from gpuhub.ops.validation.jobs import JobResult
-from gpuhub.ops.validation.report import Better, Check, Figure, failed, info, judge, passed
+from gpuhub.ops.validation.report import Better, Check, Figure, build_check, failed, info, passed
 
 #: Share of the throughputs alone that jobs at once must reach together, on real GPUs.
 LEAST_TOGETHER = 0.98
@@ -89,7 +89,7 @@ def compute_together_ratio(results: Sequence[Mapping[str, Any]]) -> float:
 def _check_visible(subject: str, outcome: JobResult, result: Mapping[str, Any]) -> Check:
     gpu = find_gpu(outcome)
     leased = [] if gpu is None else [gpu.uuid]
-    return judge(
+    return build_check(
         f"{subject}: visible GPUs",
         holds=bool(leased) and result["uuids"] == leased,
         seen=", ".join(result["uuids"]) or "none",
@@ -100,7 +100,7 @@ def _check_visible(subject: str, outcome: JobResult, result: Mapping[str, Any]) 
 
 def _check_home(subject: str, result: Mapping[str, Any], uid: int) -> Check:
     uids = (result["uid"], result["home_uid"], result["file_uid"])
-    return judge(
+    return build_check(
         f"{subject}: home",
         holds=set(uids) == {uid},
         seen="writable, UIDs of process, home and a new file: " + " ".join(map(str, uids)),
@@ -112,7 +112,7 @@ def _check_home(subject: str, result: Mapping[str, Any], uid: int) -> Check:
 def _check_product(subject: str, result: Mapping[str, Any]) -> Check:
     has_device = result["device"] != "CPU" or result["is_simulated"]
     seen = f"{result['device']}: a matrix product is exact to {result['deviation']:.0e}"
-    return judge(
+    return build_check(
         f"{subject}: computes",
         holds=has_device and result["deviation"] <= _PRODUCT_TOLERANCE,
         seen=seen if has_device else "torch finds no CUDA device and computes on the CPU",
@@ -124,7 +124,7 @@ def _check_product(subject: str, result: Mapping[str, Any]) -> Check:
 def _check_distinct(results: Sequence[Mapping[str, Any]]) -> Check:
     counts = Counter(uuid for result in results for uuid in result["uuids"])
     shared = sorted(uuid for uuid, count in counts.items() if count > 1)
-    return judge(
+    return build_check(
         "all: distinct GPUs",
         holds=not shared,
         seen=f"{len(counts)} GPUs in {len(results)} jobs"
@@ -139,7 +139,7 @@ def _check_ratio(results: Sequence[Mapping[str, Any]], ratio: float) -> Check:
     seen = f"{ratio:.2f} × the throughput of one job, with {len(results)} jobs"
     if any(result["is_simulated"] for result in results):
         return info(name, f"{seen}; simulated GPUs share the CPU, so there is no goal")
-    return judge(
+    return build_check(
         name,
         holds=ratio >= goal,
         seen=seen,
@@ -164,7 +164,7 @@ def check_network(outcome: JobResult, nodes: Sequence[str]) -> CheckedPart:
         return [check_error("all nodes", outcome)], []
     seen = {node["node"]: node for node in sorted(outcome.result["nodes"], key=lambda node: str(node["node"]))}
     checks = [
-        judge(
+        build_check(
             "all: nodes of the launch",
             holds=sorted(seen) == sorted(nodes),
             seen=", ".join(sorted(seen)),
@@ -226,34 +226,34 @@ def check_collectives(outcome: JobResult, nnodes: int) -> CheckedPart:
     places = sorted(rank["node"] for rank in ranks)
     between = max(rank["from_ranks"] for rank in ranks)
     single = max(rank["from_single"] for rank in ranks)
-    look = "the interface that NCCL and Gloo choose: NCCL_DEBUG=INFO in a launch, and docs/launch.md"
+    advice = "the interface that NCCL and Gloo choose: NCCL_DEBUG=INFO in a launch, and docs/launch.md"
     return [
-        judge(
+        build_check(
             "ddp: ranks",
             holds=len(places) == nnodes == len(set(places)),
             seen=f"{len(ranks)} ranks on {', '.join(places)}, {outcome.result['backend']}",
             expected=f"one rank on each of {nnodes} nodes",
             advice="`gpuhub node list`",
         ),
-        judge(
+        build_check(
             "ddp: all-reduce",
             holds=sums == [expected],
             seen=f"sums {', '.join(f'{value:g}' for value in sums)} on all ranks",
             expected=f"{expected:g} everywhere",
-            advice=look,
+            advice=advice,
         ),
-        judge(
+        build_check(
             "ddp: gradients of all ranks",
             holds=between <= _RANKS_TOLERANCE,
             seen=f"deviation {between:.0e}" if between else "identical",
             expected=f"a deviation of {_RANKS_TOLERANCE:.0e} at most, relative to the largest gradient",
-            advice=look,
+            advice=advice,
         ),
-        judge(
+        build_check(
             "ddp: gradients of one process",
             holds=single <= _SINGLE_TOLERANCE,
             seen=f"deviation {single:.0e} from those of the whole batch in one process",
             expected=f"a deviation of {_SINGLE_TOLERANCE:.0e} at most, relative to the largest gradient",
-            advice=look,
+            advice=advice,
         ),
     ], []

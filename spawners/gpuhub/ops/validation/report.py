@@ -39,7 +39,7 @@ class Check(_Value):
     outcome: Outcome
     #: What was seen.
     seen: str
-    #: What should have been seen, and what to look at; of a failed check only.
+    #: What should have been seen, and what to check next; of a failed check only.
     expected: str = ""
     advice: str = ""
 
@@ -132,7 +132,7 @@ def passed(name: str, seen: str) -> Check:
 
 
 def failed(name: str, seen: str, *, expected: str, advice: str) -> Check:
-    """Return a check that does not hold; `advice` says what to look at."""
+    """Return a check that does not hold; `advice` says what to check next."""
     return Check(name=name, outcome=Outcome.FAIL, seen=seen, expected=expected, advice=advice)
 
 
@@ -141,8 +141,8 @@ def info(name: str, seen: str) -> Check:
     return Check(name=name, outcome=Outcome.INFO, seen=seen)
 
 
-def judge(name: str, *, holds: bool, seen: str, expected: str, advice: str) -> Check:
-    """Return a check that passes if it holds, and otherwise has what was expected and what to look at."""
+def build_check(name: str, *, holds: bool, seen: str, expected: str, advice: str) -> Check:
+    """Return a check that passes if it holds, and otherwise has what was expected and what to check next."""
     return passed(name, seen) if holds else failed(name, seen, expected=expected, advice=advice)
 
 

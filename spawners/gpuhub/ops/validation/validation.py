@@ -24,7 +24,7 @@ from gpuhub.ops.validation import checks
 from gpuhub.ops.validation.checks import CheckedPart
 from gpuhub.ops.validation.jobs import JobResult, JobRunner, ValidationJob, build_run_folder, new_run_id
 from gpuhub.ops.validation.plan import COMPUTE_S, FREE_LIMIT_S, JOB_LIMIT_S, TRANSFER_S, ValidationPlan, build_plan
-from gpuhub.ops.validation.report import Check, Figure, Part, Report, ReportedGpu, ReportedNode, judge
+from gpuhub.ops.validation.report import Check, Figure, Part, Report, ReportedGpu, ReportedNode, build_check
 from gpuhub.ops.validation.user_token import issue_token
 
 #: The token is also removed at the end; hours for the largest clusters. Seconds.
@@ -250,14 +250,14 @@ def build_jobs_at_once(chosen: ValidationPlan) -> list[ValidationJob]:
 def build_final_checks(count: int, busy: Sequence[str], left: Sequence[str], limit_s: float) -> list[Check]:
     """Return the checks of what is left after the last job."""
     return [
-        judge(
+        build_check(
             "all: GPUs are free",
             holds=not busy,
             seen="; ".join(busy) or f"all {count}",
             expected=f"all {count} free within {limit_s:.0f} s",
             advice="`gpuhub lease list` and `gpuhub events`",
         ),
-        judge(
+        build_check(
             "all: containers are gone",
             holds=not left,
             seen="; ".join(left) or "none is left",
