@@ -14,7 +14,7 @@ from gpu_launch.common.client_tls import load_own_tls
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError
 
-#: Longest silence of a server, and time for a look whether it answers, seconds.
+#: Longest silence of a server, and time to check whether it answers, seconds.
 _SILENCE_S, _PROBE_S = 600.0, 10.0
 #: A longer line, or error, is not read.
 _MAX_LINE, _MAX_ERROR = 1 << 20, 1 << 16

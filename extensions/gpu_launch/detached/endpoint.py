@@ -23,7 +23,7 @@ from gpu_launch.options import command
 from gpu_launch.serving import request, settings
 from gpu_launch.serving.settings import ServerSettings
 
-#: Seconds between looks at a job whose server does not listen yet.
+#: Seconds between polls of a job whose server does not listen yet.
 _POLL_S = 1.0
 #: Users who reach a job's port besides its owner, as the broker limits them.
 _MAX_USERS = 32

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from gpu_launch.serving.steps import Row, Sampling, Step
 
-_POLL_S = 0.5  # seconds between looks at the time while nothing is asked
+_POLL_S = 0.5  # seconds between checks of the idle time
 
 
 class Finish(StrEnum):

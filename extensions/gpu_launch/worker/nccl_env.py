@@ -21,7 +21,7 @@ from gpu_launch.units import format_memory
 
 #: Smallest /dev/shm in MiB that NCCL's ring buffers and DataLoaders' batches fit into.
 MIN_SHM_MIB = 1024
-_SHM = "/dev/shm"  # noqa: S108 - its size is looked at, nothing else
+_SHM = "/dev/shm"  # noqa: S108 - only its size is read
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 #: READ of nvmlGpuP2PCapsIndex_t in nvml.h: nvidia-ml-py 13 defines its own constant as a tuple, which NVML rejects.
 _NVML_P2P_READ = 0

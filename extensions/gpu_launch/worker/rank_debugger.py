@@ -36,7 +36,7 @@ SIGNAL = int(signal.SIGRTMAX) - 2
 SOCKET, STOP = ".debug", ".stop"
 WAIT_S = 1800.0
 _ATTACH_S = 20.0  # seconds for the debugger that sent the signal to connect
-_STOPS_S = 0.2  # seconds between two looks for stops
+_STOPS_S = 0.2  # seconds between two polls for stops
 _HELLO_S = 5.0  # seconds for a debugger to send its first line
 #: With `--debug`, ranks wait this long in a collective unless the script sets another time.
 _COLLECTIVE_TIMEOUT = timedelta(hours=24)

@@ -62,7 +62,7 @@ class ProtectionTable:
             _protect_reservation(reservation, capacity) for reservation in reservations if reservation.ends_at > now
         ]
         self._masks: dict[tuple[int, ...], CapacityMask] = {}
-        #: Number of GPUs on the nodes of each protection, summed, and of these nodes: what a plan has to look at.
+        #: Number of GPUs on the nodes of each protection, summed, and of these nodes: what a plan has to examine.
         self.size = 0
         for protection in self._protections:
             self._count(protection)

@@ -36,7 +36,7 @@ class SchedulingCycle:
         self.preemptions: list[Preemption] = []
         #: Planned starts of blocked requests, in their order.
         self.planned_starts: dict[str, PlannedStart] = {}
-        #: GPUs of nodes with protected capacity that `run_to` had to look at, summed over its steps.
+        #: GPUs of nodes with protected capacity that `run_to` had to examine, summed over its steps.
         self.work = 0
         self.protections = ProtectionTable(state.capacity, now, state.reservations)
         self.headroom = QuotaHeadroom(state.usage, state.quotas, now)
@@ -69,7 +69,7 @@ class SchedulingCycle:
     def run_to(self, request_id: str, max_work: int) -> None:
         """Serve the queue once, up to and including a request, or until that has cost more than `max_work`.
 
-        Each plan looks at what earlier ones protect, so that the work grows with the square of their number.
+        Each plan examines what earlier ones protect, so that the work grows with the square of their number.
         """
         self._serve_queue(request_id, max_work)
 

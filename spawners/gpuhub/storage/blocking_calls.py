@@ -70,7 +70,7 @@ class BlockingCallPool:
             if not limit.expired():
                 raise  # by the work itself
             if not call.outcome.cancelled():
-                # The answer came before this busy loop looked at the clock.
+                # The answer came before this busy loop read the clock.
                 in_time: T = call.outcome.result()
                 return in_time
             raise StorageUnavailable(f"{timeout_message} within {limit_s:.0f} s") from None

@@ -122,7 +122,7 @@ def _describe(error: OSError | ValueError, server: NfsServer) -> str:
     if isinstance(error, socket.gaierror):
         return f"is not known: its name cannot be looked up on the head node ({error.strerror})"
     if isinstance(error, ConnectionRefusedError):
-        return f"does not serve NFS at present: it refuses connections to port {server.port}"
+        return f"does not serve NFS now: it refuses connections to port {server.port}"
     if isinstance(error, OSError):
         return f"cannot be reached from the head node: {error.strerror or error}"
     return f"answers on port {server.port}, but not as an NFS server does: {error}"

@@ -16,7 +16,7 @@ _NOT_FOUND = 404
 
 
 def check_value(context: Context, parameter: Parameter, value: str) -> str:
-    """Return a value that names a file or a model, after a look whether that exists; other values as they are.
+    """Return a value that names a file or a model, after checking that it exists; other values as they are.
 
     A laptop sees the home on the cluster, and not its shared folders: those are checked when the job starts.
 

@@ -7,7 +7,7 @@ import asyncio
 from gpuhub.broker.controllers.loop import run_step
 from gpuhub.broker.state.broker_state import BrokerState
 
-#: Between two writes of everything, and between two looks for what has ended, seconds.
+#: Between two writes of everything, and between two searches for what has ended, seconds.
 WRITE_PERIOD_S, CHECK_PERIOD_S = 30.0, 1.0
 
 

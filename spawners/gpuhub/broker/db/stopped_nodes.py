@@ -38,7 +38,7 @@ def keep_broker_stopped(paths: Paths) -> Iterator[None]:
 
 
 def record_stopped_nodes(paths: Paths, stopped: StoppedNodes) -> None:
-    """Add nodes to the file; the caller keeps brokers from starting since before it looked at the nodes."""
+    """Add nodes to the file; the caller keeps brokers from starting since before it queried the nodes."""
     if not stopped:
         return
     merged = {**read_stopped_nodes(paths.stopped_nodes), **stopped}

@@ -16,11 +16,11 @@ from gpuhub.docker.services.service_container import ServiceContainers
 
 log = logging.getLogger(__name__)
 
-#: Interval between two looks at a service's containers, seconds.
+#: Interval between two polls of a service's containers, seconds.
 PERIOD_S = 3.0
 #: Delay before a service that ended is started again: doubled each time, up to the second value; seconds.
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
-#: Time after which a service that runs counts as healthy, so that the delay begins anew; seconds.
+#: Time after which a service that runs counts as healthy, so that the delay begins again with the first; seconds.
 HEALTHY_S = 60.0
 #: Interval between two attempts of what a node has refused, such as an image that cannot be pulled, seconds.
 REFUSED_DELAY_S = 60.0
@@ -116,7 +116,7 @@ class ServiceSupervisor:
         while True:
             try:
                 async with watched.lock:
-                    await self.look(watched.settings.name)
+                    await self.poll(watched.settings.name)
             except NodeUnreachable as error:
                 self._note(watched, ServiceState.UNREACHABLE, str(error))
             except GpuhubError as error:
@@ -133,8 +133,8 @@ class ServiceSupervisor:
                 continue
             watched.wake.clear()
 
-    async def look(self, service: str) -> None:
-        """Look at a service's containers once, and make or start them where that is due.
+    async def poll(self, service: str) -> None:
+        """Poll a service's containers once, and create or start them where that is due.
 
         Raises:
             NodeUnreachable, GpuhubError: It cannot be started now.

@@ -26,7 +26,7 @@ from gpuhub.config.users.users import UserSettings
 #: First UID and GID of ordinary accounts. Those below belong to the system (`docker`, `disk`, `shadow` …), and their
 #: rights must not reach into containers.
 FIRST_ORDINARY_ID = 1000
-#: UIDs and GIDs that distributions and systemd assign to services, and `nobody`, to which file servers map strangers.
+#: UIDs and GIDs that distributions and systemd assign to services, and `nobody`, to which file servers map other users.
 RESERVED_IDS = range(60_000, 65_536)
 #: The group `users`, which some distributions give to ordinary accounts as their primary one. It has no rights.
 _USERS_GID = 100

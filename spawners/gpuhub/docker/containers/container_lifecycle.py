@@ -1,6 +1,6 @@
 """Creating and removing containers, with texts for users when a mount fails or hangs.
 
-Creating a container twice gives one, and a stranger's of the same name is never taken over. A dead file server is not
+Creating a container twice gives one, and another user's of the same name is never taken over. A dead file server is not
 taken for a dead node.
 """
 
@@ -258,7 +258,7 @@ _FAULTS = (
         r"operation not permitted",
         "the file server, or the kernel of node {node}, does not allow it: see /etc/exports, and `dmesg` on the node",
     ),
-    _MountFault(r"connection refused", "the file server does not serve NFS at present: it refuses node {node}"),
+    _MountFault(r"connection refused", "the file server does not serve NFS now: it refuses node {node}"),
     _MountFault(r"timed out|timeout|host is down", "the file server does not answer node {node}"),
     _MountFault(r"no route to host|network is unreachable", "node {node} has no way to the file server"),
     _MountFault(

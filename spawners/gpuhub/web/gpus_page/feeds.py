@@ -131,7 +131,7 @@ class LiveFeeds:
         if self._open[kind, name] >= most:
             raise TooManyStreams(f"You have {most} {kind} open, which is the limit. Close one and reload this page.")
         if self._open.total() >= MAX_VIEWERS:
-            raise TooManyStreams("Too many users look at live pages. Try again later.")
+            raise TooManyStreams("Too many users have live pages open. Try again later.")
         self._open[kind, name] += 1
         try:
             yield

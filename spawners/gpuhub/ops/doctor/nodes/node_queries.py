@@ -47,7 +47,7 @@ from gpuhub.storage.probe import NfsServer, find_servers
 
 _CONNECT_S = 1.0
 _AGENT_POLL_S = 0.5
-#: Lines of a GPU agent, one every two seconds; some more than are looked at.
+#: Lines of a GPU agent, one every two seconds; some more than are needed.
 _HISTORY_LINES = round(WINDOWS * WINDOW_S / PERIOD_S * 1.1)
 _PING_S = 2
 #: Headers of an ICMP packet over IPv4, bytes.
@@ -141,7 +141,7 @@ async def read_gpu_report(daemons: DockerClients, node: str, *, stale_s: float =
 
 
 async def read_agent_history(daemons: DockerClients, node: str) -> list[PastReading]:
-    """Return what the node's GPU agent reported in the last time; nothing where there is no agent or no answer."""
+    """Return what the node's GPU agent reported recently; nothing where there is no agent or no answer."""
     try:
         log: bytes = await daemons.call(
             node,

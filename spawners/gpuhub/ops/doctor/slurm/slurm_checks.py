@@ -214,7 +214,7 @@ def _check_shared_devices(setting: str) -> Finding:
         return ok("devices", "ConstrainDevices is on in slurmctld's cgroup.conf; the nodes' own files were not read")
     if setting:
         return failed("devices", "ConstrainDevices is off in slurmctld's cgroup.conf", advice)
-    return warning("devices", "whether ConstrainDevices is on was not looked at: slurmctld does not report it", advice)
+    return warning("devices", "whether ConstrainDevices is on is not known: slurmctld does not report it", advice)
 
 
 # -- on a node --------------------------------------------------------------------------------------------------------

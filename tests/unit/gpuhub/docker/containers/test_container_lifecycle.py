@@ -126,7 +126,7 @@ async def test_container_of_an_earlier_request_is_adopted() -> None:
         (VOLUME + "no such file or directory", r"there is no nfs://nas/home/ada for node rig1"),
         (VOLUME + "permission denied", r"/etc/exports must name the node's address"),
         (VOLUME + "operation not permitted", r"dmesg"),
-        (VOLUME + "connection refused", r"does not serve NFS at present"),
+        (VOLUME + "connection refused", r"does not serve NFS now"),
         (VOLUME + "connection timed out", r"does not answer node rig1"),
         (VOLUME + "no route to host", r"has no way to the file server"),
         (VOLUME + "protocol not supported", r"does not take nfs_options = 'nfsvers=4.2,hard'"),
