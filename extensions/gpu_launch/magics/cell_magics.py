@@ -120,7 +120,7 @@ class GpuCellMagics(Magics):
             sys.stdout.write(gpu_cell.USAGE)
         elif asked.stop:
             nodes = self._end()
-            sys.stdout.write(f"gpu_launch: {nodes} is given back\n" if nodes else gpu_cell.NO_WORKER)
+            sys.stdout.write(f"gpu_launch: {nodes} is released\n" if nodes else gpu_cell.NO_WORKER)
         elif cell is None:
             sys.stdout.write(gpu_cell.NO_WORKER if self._worker is None else self._worker.describe())
         else:
@@ -150,7 +150,7 @@ class GpuCellMagics(Magics):
         )
 
     def _choose_worker(self, asked: GpuCellOptions) -> GpuCellManager:
-        """Return the worker that is there; with other options a new one, after giving that back."""
+        """Return the worker that is there; with other options a new one, after releasing that."""
         from gpu_launch.sessions.gpu_cell import GpuCellManager
 
         worker = self._worker
@@ -159,7 +159,7 @@ class GpuCellMagics(Magics):
         if worker is not None and worker.is_active and worker.kept:
             raise UsageError(
                 f"The GPU that is there does not fit these flags, and {', '.join(worker.kept)} would be gone with it. "
-                "Leave the flags out to use it, or give it back with %gpu --stop."
+                "Leave the flags out to use it, or release it with %gpu --stop."
             )
         # A refusal must come before the worker is ended.
         new = GpuCellManager(

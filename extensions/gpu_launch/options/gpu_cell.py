@@ -21,7 +21,7 @@ _LABELS = "model memory cpus ram shm priority time-limit timeout-s preload keep 
 _OPTIONS = tuple(BY_LABEL[label] for label in _LABELS.split())
 _OWN_OPTIONS = (
     click.Option(["--gpus"], type=types.PROCESSES, metavar="N", help="GPUs of one node that the cell sees (1)"),
-    click.Option(["--stop"], is_flag=True, help="give the GPU back now"),
+    click.Option(["--stop"], is_flag=True, help="release the GPU now"),
 )
 #: Names of the flags, as completion shows them.
 LABELS = (*(str(option.name) for option in _OWN_OPTIONS), *(option.label for option in _OPTIONS))
@@ -40,7 +40,7 @@ _START_FLAGS = ", ".join(
 USAGE = f"""\
 %%gpu [options]      run the cell on a GPU that is taken for it, with the notebook's variables
 %gpu                 show the worker, and which variables are there alone
-%gpu --stop          give the GPU back
+%gpu --stop          release the GPU
 
 The cell gets the notebook's variables that it uses, and what it makes or changes comes back. The worker stays with the
 notebook until others wait for GPUs, or no cell has run for a while; the next use then takes a GPU again.
@@ -48,7 +48,7 @@ notebook until others wait for GPUs, or no cell has run for a while; the next us
   --gpus N               GPUs of one node that the cell sees (1)
   --send NAME[,NAME...]  send these variables too, such as those that a string names
   --return NAME[,NAME...]  bring these back whatever their size, up to 2 GiB in all
-  --stop                 give the GPU back now
+  --stop                 release the GPU now
 
 {textwrap.fill(f"As in %gpu_launch (%gpu_launch --help): {_START_FLAGS}.", 120, break_on_hyphens=False)}
 A cell without flags uses the worker that is there, or one like the last.

@@ -159,9 +159,9 @@ class GpuCellManager(SessionManager):
 
     def _describe_end(self, session: RankSession) -> str:
         if session.pool.group.is_notebook_only:
-            return "It is the notebook's own: there is nothing to give back."
+            return "It is the notebook's own: there is nothing to release."
         idle = f"{format_span(session.keep_s)} idle" if session.keep_s else "the cell"
-        return f"Given back when others wait, after {idle}, or by %gpu --stop."
+        return f"Released when others wait, after {idle}, or by %gpu --stop."
 
     # -- after a cell ---------------------------------------------------------------------------------------------
 
@@ -246,11 +246,11 @@ class GpuCellManager(SessionManager):
         else:
             why = f"no cell ran for {format_span(session.keep_s)}" if session.keep_s else "its cell had ended"
         gone = self._describe_gone()
-        self._mark_lost(session, f"{nodes} was given back, because {why}.{gone}")
+        self._mark_lost(session, f"{nodes} was released, because {why}.{gone}")
         session.release_workers()
         # Without a time for which it is kept, the cell itself has said so, and this would stand in another's output.
         if others_wait or session.keep_s:
-            print_note(f"{nodes} is given back, because {why}.{gone} {_AGAIN}")
+            print_note(f"{nodes} is released, because {why}.{gone} {_AGAIN}")
 
     # -- what is said ---------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class GpuCellManager(SessionManager):
         if not new:
             return
         stays, lost = ("stays", "is lost") if len(new) == 1 else ("stay", "are lost")
-        text = f"{stays} on the worker, and {lost} when its GPU is given back: {_format_reasons(new)}"
+        text = f"{stays} on the worker, and {lost} when its GPU is released: {_format_reasons(new)}"
         if old := self._format_own(new):
             text += f". {old}"
         if names := ",".join(name for name in new if name in large):

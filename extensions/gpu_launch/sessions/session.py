@@ -43,7 +43,7 @@ _ASK_PERIOD_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class SessionKind:
-    """What ranks a session has, and when they give their GPUs back."""
+    """What ranks a session has, and when they release their GPUs."""
 
     #: The name of its job, see `broker.holdings`.
     job_name: str

@@ -156,7 +156,7 @@ def shrink(lease: LeaseRow, nodes: Collection[str], now: float) -> LeaseRow:
         Conflict: The lease is not live, or no node of it would remain.
     """
     if lease.state not in LIVE:
-        raise Conflict(f"lease {lease.id} is {lease.state} and has nothing to give back while it goes on")
+        raise Conflict(f"lease {lease.id} is {lease.state} and cannot release only some of its nodes")
     if not set(live_nodes(lease)) - set(nodes):
         raise Conflict(f"lease {lease.id} would have no node left")
     return lease.evolve(

@@ -133,7 +133,7 @@ def build_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
 
 
 def _ends_soon(lease: LeaseRow, job: JobRow | None) -> bool:
-    """Return whether a lease gives back what it has: it ends, or its job is preempted or makes way."""
+    """Return whether a lease releases what it has: it ends, or its job is preempted or suspended."""
     makes_way = job is not None and suspension.find_state(lease) is SuspensionState.SUSPENDING
     is_leaving = job is not None and job.state in {JobState.PREEMPTING, JobState.STOPPING}
     return lease.state in lease_states.ENDING or is_leaving or makes_way

@@ -46,7 +46,7 @@ def test_variables_reach_the_cell_and_its_own_come_back(kernel: Kernel) -> None:
         "other = Box(6)\ndel old\nprint('in', os.environ['GPUHUB_NODE'])\nnumbers"
     )
     assert re.search(
-        r"^gpu_launch: the cell runs on rig1 RTX 5090\. Given back when others wait, after 10 min idle, or by",
+        r"^gpu_launch: the cell runs on rig1 RTX 5090\. Released when others wait, after 10 min idle, or by",
         shown,
         re.M,
     )
@@ -60,8 +60,8 @@ def test_variables_reach_the_cell_and_its_own_come_back(kernel: Kernel) -> None:
     assert shown == "15 6\n"
     assert "idle for" in kernel.good("%gpu")
     # Nothing is said of workers that stay.
-    assert kernel.good("%gpu --stop") == "gpu_launch: rig1 RTX 5090 is given back\n"
-    until(lambda: not kernel.notebook.broker.jobs(schemas.JobState.RUNNING), "the GPU is given back")
+    assert kernel.good("%gpu --stop") == "gpu_launch: rig1 RTX 5090 is released\n"
+    until(lambda: not kernel.notebook.broker.jobs(schemas.JobState.RUNNING), "the GPU is released")
 
 
 def test_changes_in_functions_come_back(kernel: Kernel) -> None:
@@ -99,7 +99,7 @@ def test_what_cannot_be_pickled_stays_on_the_worker(kernel: Kernel) -> None:
     """It is named, the next cell has it, and a cell that asks for a variable that cannot be sent is told why."""
     kernel.good("import threading\nhandle = threading.Lock()")
     shown = kernel.good("%%gpu\nimport threading\nlock = threading.Lock()\nplain = 7")
-    assert "gpu_launch: stays on the worker, and is lost when its GPU is given back: lock (" in shown
+    assert "gpu_launch: stays on the worker, and is lost when its GPU is released: lock (" in shown
     assert kernel.good("print(plain, 'lock' in globals(), threading.__name__)") == "7 False threading\n"
     assert kernel.good("%%gpu\nprint(lock.locked())") == "False\n"
     assert "Only there: lock (" in kernel.good("%gpu")
@@ -195,12 +195,12 @@ def test_gpu_goes_to_those_who_wait_and_is_taken_again(kernel: Kernel) -> None:
     broker = kernel.notebook.broker
     assert len(broker.jobs(schemas.JobState.RUNNING)) == 1
     broker.waiting = 1
-    kernel.shows("rig1 RTX 5090 is given back, because others wait for GPUs. The next %%gpu cell takes a GPU again.")
+    kernel.shows("rig1 RTX 5090 is released, because others wait for GPUs. The next %%gpu cell takes a GPU again.")
     until(lambda: not broker.jobs(schemas.JobState.RUNNING), "the GPU is free")
-    assert "was given back, because others wait" in kernel.good("%gpu")
+    assert "was released, because others wait" in kernel.good("%gpu")
     broker.waiting = 0
     shown = kernel.good("%%gpu\nprint(x)")
-    assert "rig1 RTX 5090 was given back, because others wait for GPUs. A GPU is taken again." in shown
+    assert "rig1 RTX 5090 was released, because others wait for GPUs. A GPU is taken again." in shown
     assert "the cell runs on rig1 RTX 5090" in shown
     assert shown.endswith("6\n")
 
@@ -216,14 +216,14 @@ def test_gpu_is_kept_from_requests_that_cannot_use_it(kernel: Kernel) -> None:
     until(lambda: broker.calls.count("GET /cluster") >= asked + 2, "the worker asks twice who waits")
     assert "idle for" in kernel.good("%gpu")
     broker.wanted_by = {node: ("ada", "ben")}
-    kernel.shows("is given back, because others wait for GPUs.")
+    kernel.shows("is released, because others wait for GPUs.")
     broker.waiting, broker.wanted_by = 0, None
     kernel.good("%%gpu\n1;")
     assert len(broker.jobs(schemas.JobState.RUNNING)) == 1
     kernel.good("import gpu_launch, pathlib\npathlib.Path('train.py').write_text('print(1)')")
     broker.busy = True
     kernel.begin("gpu_launch.run('train.py')")
-    kernel.shows("is given back, because others wait for GPUs.")
+    kernel.shows("is released, because others wait for GPUs.")
     broker.grant(*broker.jobs(schemas.JobState.WAITING))
     assert not kernel.end().kind
 
@@ -232,7 +232,7 @@ def test_idle_gpu_is_given_back(notebook: Notebook) -> None:
     """After the time of `--keep`, else the administrator's; other flags take another GPU."""
     with contextlib.closing(Kernel(notebook, gpus=())) as kernel:
         kernel.good("%%gpu --keep 1s\n1")
-        kernel.shows("is given back, because no cell ran for 1 s")
+        kernel.shows("is released, because no cell ran for 1 s")
         until(lambda: not notebook.broker.jobs(schemas.JobState.RUNNING), "the GPU is free")
         kernel.good("%%gpu --model 'RTX 5070'\nimport threading\nx = 1")
         kernel.good("%%gpu --model 'RTX 5060'\nlock = threading.Lock()")
@@ -241,17 +241,17 @@ def test_idle_gpu_is_given_back(notebook: Notebook) -> None:
         assert len(notebook.broker.jobs(schemas.JobState.RUNNING)) == 1
         assert "and lock would be gone with it" in kernel.run("%%gpu --model 'RTX 5070'\n1").error
         kernel.good("%gpu --stop")
-        assert "Given back when others wait, after the cell" in kernel.good("%%gpu --keep 0s\n1")
+        assert "Released when others wait, after the cell" in kernel.good("%%gpu --keep 0s\n1")
         until(lambda: not notebook.broker.jobs(schemas.JobState.RUNNING), "the GPU is free after its cell")
         assert "because its cell had ended. A GPU is taken again." in kernel.good("%%gpu --keep 0s\n1")
     until(lambda: not notebook.left(), "no process left")
 
 
 def test_notebooks_own_gpu_is_used(notebook: Notebook) -> None:
-    """Nothing is taken, and nothing given back."""
+    """Nothing is taken, and nothing released."""
     with contextlib.closing(Kernel(notebook)) as kernel:
         shown = kernel.good("%%gpu\nimport os\nprint(os.environ['GPUHUB_NODE'])")
-        assert "It is the notebook's own: there is nothing to give back." in shown
+        assert "It is the notebook's own: there is nothing to release." in shown
         assert not notebook.broker.groups
 
 
@@ -271,7 +271,7 @@ def test_large_variables_are_named_with_their_size(kernel: Kernel) -> None:
     assert "gpu_launch: sending images (32 MB)\n" in shown
     assert "gpu_launch: brought back sums (32 MB)\n" in shown
     assert (
-        "stays on the worker, and is lost when its GPU is given back: huge (more than 256 MiB). To keep huge: save to a "
+        "stays on the worker, and is lost when its GPU is released: huge (more than 256 MiB). To keep huge: save to a "
         "file in your home in the next %%gpu cell, or up to 2 GiB: %%gpu --return huge\n"
     ) in shown
     assert kernel.good("print(sums.mean(), 'huge' in globals())") == "2.0 False\n"
@@ -283,7 +283,7 @@ def test_large_variables_are_named_with_their_size(kernel: Kernel) -> None:
     assert kernel.good("print(huge[0])") == "2.0\n"
     shown = kernel.good("%%gpu\nimport threading\nhuge = threading.Lock()")
     assert re.search(
-        r"lost when its GPU is given back: huge \(cannot be .*\)\. The notebook has an older huge\n", shown
+        r"lost when its GPU is released: huge \(cannot be .*\)\. The notebook has an older huge\n", shown
     )
     kernel.notebook.broker.waiting = 1
     kernel.shows(

@@ -347,7 +347,7 @@ def test_cells_share_the_worker_of_one_slurm_job(cluster: Cluster, cell: Kernel)
     output = cell.run("%%gpu\nnumbers.append(os.getpid() == pid)")
     assert cell.run("print(numbers)") == "[1, 2, True]\n", output
     assert launches(cluster) == [job]
-    assert "is given back" in cell.run("%gpu --stop")
+    assert "is released" in cell.run("%gpu --stop")
     wait_free(cluster)
 
 

@@ -66,7 +66,7 @@ def _list_lease_changes(before: LeaseRow | None, after: LeaseRow) -> Iterator[tu
         yield "lease.granted", f"{who}: {_describe(after.gpus, after.nodes)}{note}"
     shed = _find_newly_set(before, after, "shrink_requested_at")
     if shed:
-        yield "lease.shed", f"{who} gives back {_describe(shed, ())}"
+        yield "lease.shed", f"{who} releases {_describe(shed, ())}"
     if before is not None and after.state is LeaseState.ACTIVE and before.suspension != after.suspension:
         yield from _list_suspension_changes(before.suspension, after)
     if after.state is old:

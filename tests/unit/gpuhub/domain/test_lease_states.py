@@ -158,8 +158,8 @@ def test_elastic_lease_shrinks_by_one_node() -> None:
 
 @pytest.mark.parametrize("state", [s for s in LeaseState if s not in lease_states.LIVE])
 def test_only_running_leases_are_shrunk_or_extended(state: LeaseState) -> None:
-    """A request has nothing to give back, and an ending lease gives everything."""
-    with pytest.raises(Conflict, match="nothing to give back"):
+    """A request has no nodes, and an ending lease releases all of them."""
+    with pytest.raises(Conflict, match="cannot release only some"):
         lease_states.shrink(lease_row(state=state), {"rig1"}, 1.0)
     with pytest.raises(Conflict, match="a time to change"):
         lease_states.extend(lease_row(state=state), 60, 1.0)

@@ -64,7 +64,7 @@ def test_events_name_shares_and_released_gpus() -> None:
         lease_states.grant(requested(), [build_node_allocation("rig1"), build_node_allocation("rig2")], 2.0), None, 2.0
     )
     assert list_events(gang, lease_states.shrink(gang, {"rig2"}, 3.0)) == [
-        ("lease.shed", "notebook lease of ada gives back GPU 0 of rig2", None)
+        ("lease.shed", "notebook lease of ada releases GPU 0 of rig2", None)
     ]
 
 
