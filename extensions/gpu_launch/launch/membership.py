@@ -18,8 +18,6 @@ CHECKPOINT_S = 60.0
 _MOST_CHECKPOINT_S = 24 * 3600.0
 #: Describes a worker that has ended, or cannot be reached, although the broker has not reported it.
 UNRESPONSIVE = "it does not respond any more"
-#: Beginning of the message of a worker whose GPUs the broker needs for others.
-_PREEMPTED = "given back"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ def find_change(
     """Return the change that is due for a launch that started with `membership`; None for none.
 
     `workers` are those in use. The agents of those in `leaving` report SIGTERM; those in `gone` do not respond. A
-    preempted worker has a message that says so, or is no longer among the workers.
+    worker whose node was released for others is no longer among the workers.
     """
     everything = frozenset(membership.workers)
     # When a detached job ends, another container may get SIGTERM before the driver's.
@@ -66,7 +64,7 @@ def find_change(
     if job is not None:
         leaving_workers |= everything - {worker.index for worker in workers}
     ended = [*exited, *silent]
-    lost = [worker for worker in ended if worker.index not in leaving and not was_preempted(worker)]
+    lost = [worker for worker in ended if worker.index not in leaving]
     if not leaving_workers and not joined:
         return None
     return MembershipChange(
@@ -78,11 +76,6 @@ def _silent(membership: Membership, index: int) -> Worker:
     return Worker(
         index=index, node=membership.node_of(index), gpus=(), state=models.EXITED, exit_code=None, message=UNRESPONSIVE
     )
-
-
-def was_preempted(worker: Worker) -> bool:
-    """Return whether the broker ended this worker because others need its GPUs."""
-    return (worker.message or "").startswith(_PREEMPTED)
 
 
 def checkpoint_seconds(job: Job | None, now: datetime) -> float:

@@ -282,9 +282,7 @@ def test_large_variables_are_named_with_their_size(kernel: Kernel) -> None:
     assert "brought back huge (320 MB)\n" in kernel.good("%%gpu\nhuge += 1")
     assert kernel.good("print(huge[0])") == "2.0\n"
     shown = kernel.good("%%gpu\nimport threading\nhuge = threading.Lock()")
-    assert re.search(
-        r"lost when its GPU is released: huge \(cannot be .*\)\. The notebook has an older huge\n", shown
-    )
+    assert re.search(r"lost when its GPU is released: huge \(cannot be .*\)\. The notebook has an older huge\n", shown)
     kernel.notebook.broker.waiting = 1
     kernel.shows(
         "because others wait for GPUs. Gone with it: huge. The notebook has an older huge. The next %%gpu cell"
