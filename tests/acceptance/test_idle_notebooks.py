@@ -1,7 +1,7 @@
 """An idle notebook in a real JupyterLab: its owner is warned, keeps it, works in it, and later it goes to who waits.
 
 And one that is suspended: its GPU goes to who waits, its variables stay, and its next cell waits for the GPU. And a
-scavenging job, which makes way in the same manner.
+scavenging job, which is suspended in the same manner.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may use a node, as names of groups: those of cluster.toml, an owner, and work that makes way."""
+"""Who may use a node, as names of groups: those of cluster.toml, an owner, and preemptible work."""
 
 from __future__ import annotations
 

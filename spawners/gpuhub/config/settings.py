@@ -350,15 +350,15 @@ def _find_owner_mistakes(cluster: ClusterSettings) -> Iterable[str]:
             yield f'nodes: {node.name!r}: owner_first: whose? Add owner = "NAME"'
         if cluster.engine == "builtin" and not cluster.scheduling.preemption:
             yield (
-                f"nodes: {node.name!r}: owner_first: others' scavenging jobs make way only with preemption = true in "
-                "[scheduling]: add it"
+                f"nodes: {node.name!r}: owner_first: others' scavenging jobs are preempted only with preemption = true "
+                "in [scheduling]: add it"
             )
 
 
 def _find_preemption_mistakes(cluster: ClusterSettings) -> Iterable[str]:
     """Return one line if jobs shall be suspended in place of a preemption that is off."""
     if cluster.scheduling.suspend_scavengers and cluster.engine == "builtin" and not cluster.scheduling.preemption:
-        yield "scheduling: suspend_scavengers = true is for jobs that make way: add preemption = true"
+        yield "scheduling: suspend_scavengers = true is for jobs that are preempted: add preemption = true"
 
 
 def _find_staging_mistakes(cluster: ClusterSettings) -> Iterable[str]:

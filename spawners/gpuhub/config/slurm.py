@@ -164,8 +164,8 @@ def find_slurm_mistakes(cluster: ClusterSettings) -> Iterator[str]:
             )
         if node.owner_first:
             yield (
-                f"nodes: {node.name}: owner_first: Slurm decides whose jobs make way: remove it, and give {node.owner} "
-                "a partition or QOS of this node with a higher PriorityTier and PreemptMode in slurm.conf"
+                f"nodes: {node.name}: owner_first: Slurm decides whose jobs are preempted: remove it, and give "
+                f"{node.owner} a partition or QOS of this node with a higher PriorityTier and PreemptMode in slurm.conf"
             )
     for key in sorted(cluster.scheduling.model_fields_set & SCHEDULING_KEYS.keys()):
         yield f'scheduling.{key}: Slurm orders the queue (engine = "slurm"): remove it, set {SCHEDULING_KEYS[key]}'

@@ -54,13 +54,13 @@ def list_lease_notifications(
             title=f"Your GPU is back: {_describe_gpus(after.gpus)}",
             body=f"{what} waited {format_span(now - suspended.since)} and goes on now.",
         )
-    has_made_way = before is not None and is_without_gpu(after) and not is_without_gpu(before)
-    if job is not None and after.suspension is not None and has_made_way:
+    was_suspended = before is not None and is_without_gpu(after) and not is_without_gpu(before)
+    if job is not None and after.suspension is not None and was_suspended:
         yield NotificationRow(
             kind=NotificationKind.JOB_PREEMPTED,
             key=f"suspended:{after.id}:{after.suspension.begun_at:.0f}",
             owner=after.owner,
-            title=f"{what} makes way",
+            title=f"{what} is suspended",
             body="Others need its GPU. What it has there is kept in host memory, and it goes on when the GPU is free.",
         )
     if after.state is LeaseState.QUARANTINED and (before is None or before.state is not LeaseState.QUARANTINED):

@@ -118,7 +118,7 @@ def build_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
     """Return what a lease holds; `job` is the job that it is for, if any."""
     request = build_request(lease)
     if suspension.find_state(lease) is SuspensionState.RESTORING:
-        # It cannot make way while its memory is being moved.
+        # It cannot be preempted while its memory is being moved.
         request = replace(request, scavenge=False)
     return Allocation(
         request=request,
@@ -134,9 +134,9 @@ def build_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
 
 def _ends_soon(lease: LeaseRow, job: JobRow | None) -> bool:
     """Return whether a lease releases what it has: it ends, or its job is preempted or suspended."""
-    makes_way = job is not None and suspension.find_state(lease) is SuspensionState.SUSPENDING
+    is_suspending = job is not None and suspension.find_state(lease) is SuspensionState.SUSPENDING
     is_leaving = job is not None and job.state in {JobState.PREEMPTING, JobState.STOPPING}
-    return lease.state in lease_states.ENDING or is_leaving or makes_way
+    return lease.state in lease_states.ENDING or is_leaving or is_suspending
 
 
 def _build_node_allocations(lease: LeaseRow) -> tuple[NodeAllocation, ...]:

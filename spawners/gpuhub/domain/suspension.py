@@ -6,7 +6,7 @@
                       └──abandon──▶ (none)
 ```
 
-A scavenging job begins with `make_way`, and is wanted from the beginning.
+A scavenging job begins with `begin_job`, and is wanted from the beginning.
 
 The lease stays active meanwhile. Its GPU is free on proof alone: the node has shown that it is empty and that no
 program of the notebook can start on it (`prove`). It goes on with the same GPU alone: its programs see no other.
@@ -45,7 +45,7 @@ def _explain_unsuitable_gpus(lease: LeaseRow) -> str | None:
     return None
 
 
-def can_make_way(lease: LeaseRow, job: JobRow) -> bool:
+def can_suspend_job(lease: LeaseRow, job: JobRow) -> bool:
     """Return whether a job can be suspended for others: a scavenging one of one process, which no notebook follows."""
     is_single = job.nnodes == job.nproc_per_node == len(job.workers) == 1 and lease.resources.spread is None
     return (
@@ -95,8 +95,8 @@ def begin(lease: LeaseRow, memory_mib: int, now: float) -> LeaseRow:
     return lease.evolve(suspension=Suspension(state=state, since=now, moved_mib=memory_mib, begun_at=now))
 
 
-def make_way(lease: LeaseRow, memory_mib: int, now: float) -> LeaseRow:
-    """Begin to suspend a job that can make way. It goes on as soon as the scheduler gives it its GPU again."""
+def begin_job(lease: LeaseRow, memory_mib: int, now: float) -> LeaseRow:
+    """Begin to suspend a job for others. It continues as soon as the scheduler gives it its GPU again."""
     state = SuspensionState.SUSPENDING
     begun = Suspension(state=state, since=now, moved_mib=memory_mib, begun_at=now, is_wanted=True)
     return lease.evolve(suspension=begun)

@@ -180,13 +180,13 @@ def _preempt(transaction: Transaction, preemption: Preemption, grace_s: float, f
     if job.state not in job_states.UNDER_WAY or lease.state not in lease_states.LIVE:
         return
     if lease.suspension is not None and not suspension.is_without_gpu(lease):
-        # Its memory is being moved: the scheduler knows that it cannot make way now.
+        # Its memory is being moved: the scheduler knows that it cannot be preempted now.
         return
     if preemption.is_whole:
-        if suspension.can_make_way(lease, job):
+        if suspension.can_suspend_job(lease, job):
             moved_mib = find_moved_mib(lease, transaction.leases[preemption.for_request])
             if moved_mib is not None:
-                transaction.put_lease(suspension.make_way(lease, moved_mib, transaction.now))
+                transaction.put_lease(suspension.begin_job(lease, moved_mib, transaction.now))
                 return
         transaction.put_job(job_states.preempt(job, transaction.now + grace_s, transaction.now))
         return

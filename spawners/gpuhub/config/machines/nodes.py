@@ -83,7 +83,7 @@ class NodeSettings(SettingsTable):
     #: User whose machine it is; shown to all. None: nobody's own.
     owner: UserName | None = None
     #: Whether the machine is the owner's first: others (members of `groups`, if set) get only scavenging jobs placed
-    #: there, which make way when the owner starts something. Needs `owner` and scheduling.preemption; refused with
+    #: there, which are preempted when the owner starts something. Needs `owner` and scheduling.preemption; refused with
     #: Slurm.
     owner_first: bool = False
     #: Whether somebody works at its screen: the programs of the desktop (Xorg, a browser) on a GPU do not count as use

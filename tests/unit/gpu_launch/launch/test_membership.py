@@ -1,4 +1,4 @@
-"""When a launch makes way for others, and how."""
+"""When a launch releases workers for others, and how."""
 
 from __future__ import annotations
 

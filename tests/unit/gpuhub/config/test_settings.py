@@ -184,11 +184,11 @@ def test_values_are_frozen(tmp_path):
         (('name = "rig1"', 'name = "rig1"\nowner_first = true'), r"nodes: 'rig1': owner_first: whose\? Add owner = "),
         (
             ('name = "rig1"', 'name = "rig1"\nowner = "ada"\nowner_first = true'),
-            r"nodes: 'rig1': owner_first: others' scavenging jobs make way only with preemption = true in \[scheduling\]",
+            r"nodes: 'rig1': owner_first: others' scavenging jobs are preempted only with preemption = true in \[scheduling\]",
         ),
         (
             ('allowed = ["ada"]', 'allowed = ["ada"]\n[scheduling]\nsuspend_scavengers = true'),
-            r"scheduling: suspend_scavengers = true is for jobs that make way: add preemption = true",
+            r"scheduling: suspend_scavengers = true is for jobs that are preempted: add preemption = true",
         ),
         (('name = "rig1"', 'name = "rig1"\ngroup = ["lab"]'), r"nodes\[1\]\.group: .*did you mean 'groups'"),
         (

@@ -106,13 +106,13 @@ def test_each_preemption_is_reported() -> None:
 def test_a_job_that_makes_way_is_reported_when_its_gpu_is_free() -> None:
     """And when it has it again after a while; an attempt that is refused is not."""
     _, active = build_running_job(nodes=1, scavenge=True)
-    leaving = suspension.make_way(active, 8192, 100.0)
+    leaving = suspension.begin_job(active, 8192, 100.0)
     away = suspension.prove(leaving, 8192, 110.0)
     back = suspension.regrant(away, 900.0)
     steps = ((active, leaving), (leaving, suspension.abandon(leaving)), (leaving, away), (away, back))
     rows = [row for before, after in steps for row in list_lease_notifications(before, after, 900.0, JOB)]
     assert [(row.kind, row.title) for row in rows] == [
-        (NotificationKind.JOB_PREEMPTED, "Job run-1 makes way"),
+        (NotificationKind.JOB_PREEMPTED, "Job run-1 is suspended"),
         (NotificationKind.GRANTED, "Your GPU is back: RTX 5090 on rig1"),
     ]
     assert rows[1].body == "Job run-1 waited 13 min and goes on now."

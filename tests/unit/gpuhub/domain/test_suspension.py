@@ -111,20 +111,20 @@ def test_what_cannot_be_suspended() -> None:
         ({}, {"suspension": Suspension(state=SuspensionState.RESTORING, since=1.0)}, False),
     ],
 )
-def test_which_jobs_can_make_way(
+def test_which_jobs_can_be_suspended(
     job_changes: dict[str, object], lease_changes: dict[str, object], expected: bool
 ) -> None:
     """Scavenging ones of one process with one whole GPU, which need nobody who looks on."""
     job, lease = build_running_job(nodes=1, scavenge=True)
     job, lease = job.evolve(**{"detached": True, **job_changes}), lease.evolve(**lease_changes)
-    assert suspension.can_make_way(lease, job) is expected
+    assert suspension.can_suspend_job(lease, job) is expected
 
 
 def test_the_time_limit_of_a_job_stands_still() -> None:
     """It has what was left, from the grant on; less if it was shortened meanwhile."""
     _, lease = build_running_job(nodes=1, scavenge=True)
     assert lease.expires_at == 1010.0
-    away = suspension.prove(suspension.make_way(lease, 8192, 400.0), 8192, 410.0)
+    away = suspension.prove(suspension.begin_job(lease, 8192, 400.0), 8192, 410.0)
     assert (away.expires_at, away.waits, away.held) == (None, True, ())
     assert scheduler_input.build_resume_request(away).time_limit_s == 600.0
     assert suspension.regrant(away, 5000.0).expires_at == 5600.0

@@ -158,13 +158,13 @@ def free_shrinking_gpus_at_once(patch: Patch) -> None:
 
 
 def take_a_suspension_for_proof(patch: Patch) -> None:
-    """The GPU of a job that makes way is granted before its node has shown that it is empty."""
-    real = suspension.make_way
+    """The GPU of a job that is suspended is granted before its node has shown that it is empty."""
+    real = suspension.begin_job
 
-    def make_way(lease: Any, memory_mib: int, now: float) -> Any:
+    def begin_job(lease: Any, memory_mib: int, now: float) -> Any:
         return suspension.prove(real(lease, memory_mib, now), memory_mib, now)
 
-    patch.setattr(suspension, "make_way", make_way)
+    patch.setattr(suspension, "begin_job", begin_job)
 
 
 def _mark_released(lease: Any, now: float) -> Any:

@@ -1,4 +1,4 @@
-"""A node that is its owner's first: others get only scavenging jobs there, which make way."""
+"""A node that is its owner's first: others get only scavenging jobs there, which are preempted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_scavenging_work_makes_way_for_the_owner(setting: Setting) -> None
 
 
 async def test_other_work_of_others_is_refused_with_the_owner(setting: Setting) -> None:
-    """Notebooks and jobs that would not make way."""
+    """Notebooks and jobs that would not be preempted."""
     give_to_mia(setting)
     async with asgi_broker(setting) as running:
         detail = (await ask(running, "ben", profile="rtx5090", status=403))["detail"]

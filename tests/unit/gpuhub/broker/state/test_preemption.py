@@ -49,9 +49,9 @@ def test_a_preempted_job_has_time_for_its_checkpoint() -> None:
 def test_a_suspended_job_is_preempted_for_its_memory() -> None:
     """Who needs the memory that its container keeps gets it, but not while it is being moved."""
     job, lease = build_running_job(scavenge=True)
-    waiting = suspension.prove(suspension.make_way(lease, 8192, 2.0), 8192, 3.0)
+    waiting = suspension.prove(suspension.begin_job(lease, 8192, 2.0), 8192, 3.0)
     for suspended, state in (
-        (suspension.make_way(lease, 8192, 2.0), JobState.RUNNING),
+        (suspension.begin_job(lease, 8192, 2.0), JobState.RUNNING),
         (suspension.regrant(waiting, 4.0), JobState.RUNNING),
         (waiting, JobState.PREEMPTING),
     ):
