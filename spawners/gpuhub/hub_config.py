@@ -271,7 +271,7 @@ def roles() -> list[dict[str, Any]]:
         },
         {
             "name": "gpuhub-broker",
-            "description": "Ends servers whose time is up, has starts that waited go on, and revokes tokens",
+            "description": "Ends servers whose time is up, continues starts that waited, and revokes tokens",
             "services": [BROKER_SERVICE],
             "scopes": ["list:users", "read:users:name", "read:servers", "servers", REVOKE_SCOPE],
         },

@@ -35,7 +35,7 @@ class Notebook:
 
     @contextmanager
     def hold_launch(self, call: str, begin: str) -> Iterator[ProcessOutput]:
-        """Run a launch that goes on until the end of the block.
+        """Run a launch that continues until the end of the block.
 
         Args:
             call: The call of `gpu_launch`, such as `run('loop.py', nnodes=3)`.

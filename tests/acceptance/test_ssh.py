@@ -181,7 +181,7 @@ def test_instances_wait_and_end_without_a_browser(laptop: Laptop, notebook: Path
         output = ProcessOutput(process)
         output.wait("waiting for GPUs: position 1")
         process.send_signal(signal.SIGINT)
-        output.wait("Instance second goes on without this command")
+        output.wait("Instance second continues without this command")
         output.rest()
     assert process.returncode == 130
     listed = {found["name"]: found for found in json.loads(laptop.run("instance", "list", "--json"))}

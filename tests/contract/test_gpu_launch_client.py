@@ -90,7 +90,7 @@ def test_instances_profiles_and_leases_are_parsed(running: Running, client: Brok
     assert (waiting.state, waiting.position, waiting.is_granted) == ("requested", 1, False)
     assert "RTX 5090" in (waiting.waiting_for or "")
     assert client.get_lease(waiting.id, version=waiting.version, wait_s=0.1) == waiting
-    with pytest.raises(BrokerError, match="is requested: only a lease that goes on") as error:
+    with pytest.raises(BrokerError, match="is requested: only a lease that continues") as error:
         client.extend_lease(waiting.id, 3600)
     assert error.value.status == 409
 

@@ -98,7 +98,7 @@ def test_a_fork_bomb_hits_its_own_container_only(scene: Scene) -> None:
 
 
 def test_memory_ends_at_the_containers_limit(scene: Scene) -> None:
-    """The kernel kills the program that allocates without end; the container and its neighbours go on."""
+    """The kernel kills the program that allocates without end; the container and its neighbours continue."""
     ben = scene.notebooks["ben"]
     with scene.everybody_works_on():
         found = scene.probe("exhaustion", kind="memory")

@@ -242,5 +242,5 @@ def describe_state(job: models.Job) -> str:
 def _describe_running(job: models.Job) -> str:
     if job.suspension:
         queue_state = render.format_queue_state(job, datetime.now(UTC))
-        return f"suspended, others have its GPU: it goes on with what it has computed{queue_state}"
+        return f"suspended, others have its GPU: it continues with what it has computed{queue_state}"
     return f"running on {render.format_nodes(job.workers, '')}" + (f" ({job.note})" if job.note else "")

@@ -1,4 +1,4 @@
-"""The debugger's prompt in the cell of a launch: for one rank at a time, while the launch goes on between the prompts.
+"""The debugger's prompt in the cell of a launch: for one rank at a time, and the launch continues between the prompts.
 
 Where nobody can type, such as in a detached job, a line says how to reach the rank, which waits.
 """

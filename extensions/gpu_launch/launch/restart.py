@@ -246,5 +246,5 @@ class ScaleUp:
             has_grown = False
             if str(error) != self._failure:
                 self._failure = str(error)
-                self._notes.append(f"the missing nodes could not be requested, the launch goes on without: {error}")
+                self._notes.append(f"the missing nodes could not be requested, the launch continues without: {error}")
         self._every_s = _REQUEST_S if has_grown else min(_MAX_REQUEST_S, 1.5 * self._every_s)

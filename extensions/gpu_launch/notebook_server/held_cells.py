@@ -1,6 +1,6 @@
 """Holds the cells of a suspended notebook until it has its GPU back.
 
-Without that, a kernel that has not used its GPU yet would see none, and a script would silently go on without it.
+Without that, a kernel that has not used its GPU yet would see none, and a script would silently continue without it.
 
 A cell that waits survives its connection, as one that runs does: when the page connects again its connection takes it
 over. Until then the server keeps what the kernel answers, if no other page is connected to the kernel.
@@ -31,7 +31,7 @@ class HeldCells:
         return any(connection.holds_cells for connection in self._connections)
 
     def set_holding(self, is_holding: bool) -> None:
-        """Begin to hold cells, or have all go on in their order."""
+        """Begin to hold cells, or let all continue in their order."""
         self._is_holding = is_holding
         if not is_holding:
             for connection in list(self._connections):
@@ -61,7 +61,7 @@ class HeldCells:
                 return any(is_running(self.parent, process) for _, process in self._held)
 
             def connect(self) -> Any:
-                """Take over what waits in lost connections to the same kernel, and go on as usual."""
+                """Take over what waits in lost connections to the same kernel, and continue as usual."""
                 for other in [one for one in held._connections if one.is_followed_by(self)]:
                     held._connections.pop(other)
                     self._held += other._held
@@ -113,7 +113,7 @@ class HeldCells:
                 shell.close()
 
             def disconnect(self) -> None:
-                """Keep what was held: its browser may come back, and a running cell goes on as well."""
+                """Keep what was held: its browser may come back, and a running cell continues as well."""
                 self._is_lost = True
                 super().disconnect()
 

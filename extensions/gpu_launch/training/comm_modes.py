@@ -55,6 +55,6 @@ MATHEMATICS: Mapping[CommMode, str] = {
     CommMode.DILOCO: (
         f"each node trains alone, and after every {DILOCO_PERIOD} steps the mean change of the parameters is the "
         f"gradient of an outer optimizer (SGD, learning rate {DILOCO_OUTER_LR}, Nesterov momentum "
-        f"{DILOCO_OUTER_MOMENTUM}), from whose parameters all go on; the nodes' models differ in between"
+        f"{DILOCO_OUTER_MOMENTUM}), from whose parameters all continue; the nodes' models differ in between"
     ),
 }

@@ -73,7 +73,7 @@ function Page(context: PageContext): React.ReactElement {
     <>
       <h1>Recipes</h1>
       <p className="gpuhub-note">
-        Ready-made jobs. They go on when you close this page, and all that they write is in your home.
+        Ready-made jobs. They continue when you close this page, and all that they write is in your home.
       </p>
       <div role="status" className="gpuhub-problem">
         {problem}

@@ -25,7 +25,7 @@ class GpuSpec:
     capability: tuple[int, int] | None = None
     #: Whether it is a MIG device, a part of a GPU with its own memory and processors.
     is_mig: bool = False
-    #: Its UUID where a suspended notebook can only go on with this very GPU; None for all others.
+    #: Its UUID where a suspended notebook can only continue with this very GPU; None for all others.
     awaited_as: str | None = None
 
 

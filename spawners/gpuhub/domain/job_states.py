@@ -78,8 +78,8 @@ def shrink(job: JobRow, nodes: Collection[str], now: float) -> JobRow:
 
 def find_idle_nodes(job: JobRow) -> frozenset[str]:
     """Return the nodes of an elastic job whose worker has ended while enough others run: their GPUs can be released."""
-    going_on = [worker for worker in job.workers if worker.state is not WorkerState.EXITED]
-    if job.state is not JobState.RUNNING or job.min_nnodes >= job.nnodes or len(going_on) < job.min_nnodes:
+    remaining = [worker for worker in job.workers if worker.state is not WorkerState.EXITED]
+    if job.state is not JobState.RUNNING or job.min_nnodes >= job.nnodes or len(remaining) < job.min_nnodes:
         return frozenset()
     return frozenset(worker.node for worker in job.workers if worker.state is WorkerState.EXITED)
 

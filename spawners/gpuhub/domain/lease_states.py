@@ -105,7 +105,7 @@ def activate(lease: LeaseRow, container_id: str | None, now: float) -> LeaseRow:
 def extend(lease: LeaseRow, seconds: int, now: float) -> LeaseRow:
     """Set the end of a live lease to `seconds` from now."""
     if lease.state not in LIVE or lease.granted_at is None:
-        raise Conflict(f"lease {lease.id} is {lease.state}: only a lease that goes on has a time to change")
+        raise Conflict(f"lease {lease.id} is {lease.state}: only a lease that continues has a time to change")
     if lease.reason is not None:
         raise Conflict(f"lease {lease.id} cannot be extended: {lease.reason}")
     if is_expired(lease, now):

@@ -108,11 +108,11 @@ class Suspension:
     since: float
     #: Host memory that holds what was on the GPU, MiB; what may be needed while it is moved out.
     moved_mib: int = 0
-    #: Its user ran a cell while the memory was moved out: it goes on as soon as that is done.
+    #: Its user ran a cell while the memory was moved out: it continues as soon as that is done.
     is_wanted: bool = False
     #: When it began to be suspended, seconds since 1970: a cell that began later brings it back.
     begun_at: float = 0.0
-    #: Rest of a job's time limit, which does not go on meanwhile, seconds; None without one.
+    #: Rest of a job's time limit, which does not continue meanwhile, seconds; None without one.
     left_s: float | None = None
 
 

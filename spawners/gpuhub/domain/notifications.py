@@ -52,7 +52,7 @@ def list_lease_notifications(
             key=f"resumed:{after.id}:{after.held_from:.0f}",
             owner=after.owner,
             title=f"Your GPU is back: {_describe_gpus(after.gpus)}",
-            body=f"{what} waited {format_span(now - suspended.since)} and goes on now.",
+            body=f"{what} waited {format_span(now - suspended.since)} and continues now.",
         )
     was_suspended = before is not None and is_without_gpu(after) and not is_without_gpu(before)
     if job is not None and after.suspension is not None and was_suspended:
@@ -61,7 +61,7 @@ def list_lease_notifications(
             key=f"suspended:{after.id}:{after.suspension.begun_at:.0f}",
             owner=after.owner,
             title=f"{what} is suspended",
-            body="Others need its GPU. What it has there is kept in host memory, and it goes on when the GPU is free.",
+            body="Others need its GPU. What it has there is kept in host memory. It continues when the GPU is free.",
         )
     if after.state is LeaseState.QUARANTINED and (before is None or before.state is not LeaseState.QUARANTINED):
         yield NotificationRow(

@@ -9,7 +9,7 @@
 A scavenging job begins with `begin_job`, and is wanted from the beginning.
 
 The lease stays active meanwhile. Its GPU is free on proof alone: the node has shown that it is empty and that no
-program of the notebook can start on it (`prove`). It goes on with the same GPU alone: its programs see no other.
+program of the notebook can start on it (`prove`). It continues with the same GPU alone: its programs see no other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def is_without_gpu(lease: LeaseRow) -> bool:
 
 
 def list_bound_gpus(lease: LeaseRow) -> tuple[LeasedGpu, ...]:
-    """Return the GPUs with whose containers a lease goes on: those that it holds, or the one that it waits for."""
+    """Return the GPUs with whose containers a lease continues: those that it holds, or the one that it waits for."""
     return lease.gpus if is_without_gpu(lease) else lease.held
 
 
@@ -135,7 +135,7 @@ def request_resume(lease: LeaseRow, now: float) -> LeaseRow:
 def regrant(lease: LeaseRow, now: float) -> LeaseRow:
     """Grant a waiting notebook or job its GPU again. Its epoch and what proves its end stay as they are.
 
-    So does a notebook's time limit; that of a job did not go on.
+    So does a notebook's time limit; that of a job did not continue.
     """
     _require(lease, SuspensionState.RESUMING)
     gpus = tuple(replace(gpu, released_at=None) for gpu in lease.gpus)

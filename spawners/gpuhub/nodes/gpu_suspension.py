@@ -5,10 +5,10 @@
 
 It prints one line of JSON: `{"outcome": "done", "text": "", "moved_mib": 8120}`. The outcome is
 
-- `done`: the GPU is proven empty, or the memory is back and its processes go on;
+- `done`: the GPU is proven empty, or the memory is back and its processes continue;
 - `refused`: nothing has changed, and `text` is the reason, for the notebook's owner;
 - `busy` (resume): others still use the GPU, and nothing has changed;
-- `failed`: the processes cannot go on.
+- `failed`: the processes cannot continue.
 
 Both commands may be repeated after they were interrupted at any point. While a container is suspended, `/dev/null` is
 mounted over its GPU's device file, so that no program of it can start to use the GPU.
@@ -317,7 +317,7 @@ def _check_fits(moved: Sequence[int], needed_mib: int, max_mib: int) -> None:
 
 
 def _stop(moved: Sequence[int], states: dict[int, int], driver: CheckpointDriver) -> None:
-    """Lock all processes, then move the memory of each; after a refusal all go on."""
+    """Lock all processes, then move the memory of each; after a refusal all continue."""
     for pid in moved:
         if states[pid] == RUNNING and (result := driver.lock(pid)) != SUCCESS:
             _go_on(moved, driver)
@@ -329,7 +329,7 @@ def _stop(moved: Sequence[int], states: dict[int, int], driver: CheckpointDriver
 
 
 def _go_on(pids: Sequence[int], driver: CheckpointDriver) -> None:
-    """Have processes go on from whatever state they are in.
+    """Let processes continue from whatever state they are in.
 
     Raises:
         Outcome: One of them cannot.
@@ -344,14 +344,14 @@ def _go_on(pids: Sequence[int], driver: CheckpointDriver) -> None:
         if state == LOCKED:
             result = driver.unlock(pid)
             if result != SUCCESS and start and read_start(pid) == start:
-                raise Outcome("failed", f"{read_name(pid)} does not go on: {driver.describe(result)}")
+                raise Outcome("failed", f"{read_name(pid)} does not continue: {driver.describe(result)}")
 
 
 def resume(container: str, gpu: Gpu, driver: CheckpointDriver) -> int:
     """Bring the container's memory back; return the memory that its processes have on the GPU then, MiB.
 
     Raises:
-        Outcome: Others use the GPU, or the processes cannot go on.
+        Outcome: Others use the GPU, or the processes cannot continue.
     """
     pids = list_container_pids(container)
     if not pids:

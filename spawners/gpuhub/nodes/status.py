@@ -263,7 +263,7 @@ class GpuLeaseStatus:
     leased: bool = False
     #: Time at which the last lease on it was proven released; None if there was none.
     freed_at: float | None = None
-    #: Whether a suspended notebook can only go on with this GPU.
+    #: Whether a suspended notebook can only continue with this GPU.
     is_awaited: bool = False
 
 

@@ -39,7 +39,7 @@ from typing import Any
 
 LISTEN_STATE = "0A"
 PERIOD_S = 0.1
-#: Longest pause between two attempts to report the port, seconds; they go on while the notebook lives.
+#: Longest pause between two attempts to report the port, seconds; they continue while the notebook lives.
 MAX_PAUSE_S = 20.0
 #: Variable with the nodes of a job, one name per line, in the order of its list.
 JOB_NODES = "GPUHUB_JOB_NODES"

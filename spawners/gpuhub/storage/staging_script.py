@@ -230,7 +230,7 @@ def _sync_file_system(path: Path) -> None:
 
 
 class Sender:
-    """Sends entries to the next node. Its failure is noted, and the copy on this node goes on."""
+    """Sends entries to the next node. Its failure is noted, and the copy on this node continues."""
 
     def __init__(self, host: str, secret: str) -> None:
         #: Why nothing more is sent; None while all is well.

@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def exhaust_processes():
-    """Fork until refused, however long that takes, and go on trying."""
+    """Fork until refused, however long that takes, and continue trying."""
     children, refused = [], 0
     while time.monotonic() < end or (not refused and time.monotonic() < end + 60):
         try:

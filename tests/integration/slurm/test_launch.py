@@ -278,7 +278,7 @@ def test_laptop_sends_a_folder_and_gets_output_and_files(cluster: Cluster, lapto
 
 
 def test_laptop_opens_a_terminal_beside_a_worker(cluster: Cluster, cell: Kernel, laptop: Laptop) -> None:
-    """It is on the worker's node, in its Slurm job, with its GPU; it ends with its client, and the job goes on."""
+    """It is on the worker's node, in its Slurm job, with its GPU; it ends with its client, and the job continues."""
     del cell  # ada's notebook is running as well
     laptop.write("sleep.py", "import time; print('sleeping', flush=True); time.sleep(600)")
     laptop.run("run", "--detach", "--nnodes", "2", "sleep.py")

@@ -246,7 +246,7 @@ def build_app(hub: FakeHub) -> FastAPI:
 
 
 def _add_servers(app: FastAPI, hub: FakeHub) -> None:
-    """Answer as JupyterHub 6.1 does; a start goes on until a test changes the server."""
+    """Answer as JupyterHub 6.1 does; a start continues until a test changes the server."""
 
     async def start(name: str, server: str, request: Request) -> Response:
         assert name == USER

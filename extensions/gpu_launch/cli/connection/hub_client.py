@@ -12,7 +12,7 @@ from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.cli.connection.hub_api import query_hub, request_hub
 from gpu_launch.errors import BrokerError, UsageError
 
-#: Answers of the hub to a start: the server runs, or its start goes on.
+#: Answers of the hub to a start: the server runs, or its start continues.
 _STARTED = frozenset({http.client.CREATED, http.client.ACCEPTED})
 _STOPPED = frozenset({http.client.ACCEPTED, http.client.NO_CONTENT})
 
@@ -65,7 +65,7 @@ class HubClient:
         return next((server for server in self.list_servers() if server.name == name), None)
 
     def start(self, name: str, profile: str, *, keep: bool = False) -> None:
-        """Request the start of a server; it goes on by itself. With `keep` it starts again after a loss.
+        """Request the start of a server; it continues by itself. With `keep` it starts again after a loss.
 
         Raises:
             BrokerError: The hub refuses; the text has its reason.

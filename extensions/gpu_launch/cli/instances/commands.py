@@ -91,14 +91,14 @@ def start(context: Context, /, *, name: str, keep: bool, detach: bool, **wanted:
 
 
 def _report_interrupt(context: Context, client: HubClient, name: str) -> None:
-    """Say that the instance goes on, and end the command."""
+    """Report that the instance continues, and end the command."""
     server = client.find_server(name)
     if server is None:
         context.console.print_note(f"\ngpu-launch: {describe_name(name)} was not started")
     else:
         target = Instance(server=server, lease=status.find_lease(context, name))
         context.console.print_note(
-            f"\ngpu-launch: {describe_name(name)} goes on without this command: {status.describe_progress(target)}\n"
+            f"\ngpu-launch: {describe_name(name)} continues without this command: {status.describe_progress(target)}\n"
             f"gpu-launch: wait again: {_build_command('start', name)}; give it up: {_build_command('stop', name)}"
         )
         if context.console.is_json:
@@ -207,7 +207,7 @@ def suspend(context: Context, name: str) -> None:
 @json_option
 @pass_context
 def resume(context: Context, name: str) -> None:
-    """Have a suspended instance wait for its GPU; it goes on as soon as it has it."""
+    """Have a suspended instance wait for its GPU; it continues as soon as it has it."""
     _change_suspension(context, name, context.broker.resume_notebook)
 
 

@@ -236,7 +236,7 @@ class BackendController:
             title = self._backend.title
             log.warning("%s does not answer: %s", title, error)
             self._core.add_event(
-                f"{self._backend.name}.unreachable", f"{title} does not answer: {error}; what runs goes on"
+                f"{self._backend.name}.unreachable", f"{title} does not answer: {error}; what runs continues"
             )
         self._is_unreachable = True
 

@@ -1,7 +1,7 @@
 """The controller of suspended notebooks and jobs: it chooses idle notebooks for those who wait, and moves GPU memory.
 
 Every step of a suspension is stored before the node is called, and every call may be repeated: after a restart the
-controller goes on where the last one was.
+controller continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class SuspensionController:
         await suspension_container.set_memory_limit(self._daemons, node, container, memory_mib)
 
     async def _give_up(self, lease: LeaseRow, result: SuspensionResult) -> None:
-        reason = f"it was suspended and cannot go on: {result.text}. Its files are kept"
+        reason = f"it was suspended and cannot continue: {result.text}. Its files are kept"
         await self._change(lease, lambda row, now: lease_states.release(row, reason, now))
 
     def _find_container(self, lease: LeaseRow) -> str:

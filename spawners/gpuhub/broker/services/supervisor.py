@@ -26,7 +26,7 @@ HEALTHY_S = 60.0
 REFUSED_DELAY_S = 60.0
 #: Interval between two searches for containers of former services, seconds.
 _CLEAN_PERIOD_S = 30.0
-#: Longest wait of a new start for one that goes on, seconds.
+#: Longest wait of a new start for one that is under way, seconds.
 _LOCK_S = 30.0
 
 

@@ -55,7 +55,7 @@ class GpuLeaseFlags:
         self._statuses[uuid] = replace(self.get_status(uuid), leased=bool(holders), freed_at=monotonic)
 
     def mark_awaited(self, uuid: str, lease: str, *, is_awaited: bool) -> bool:
-        """Mark whether a suspended notebook can only go on with a GPU; return whether that has changed."""
+        """Mark whether a suspended notebook can only continue with a GPU; return whether that has changed."""
         waiting = self._awaited_by.setdefault(uuid, set())
         before = bool(waiting)
         waiting.discard(lease)

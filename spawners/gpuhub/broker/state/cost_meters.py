@@ -315,7 +315,7 @@ class CostMeters:
                 meters = tuple(_shift(meter, offset) for meter in account.meters.values())
                 records.append(replace(account.record, meters=meters))
             self._changed, self._days = set(), {}
-            # A write goes on while its caller is cancelled: what it writes must not be counted a second time.
+            # A write continues while its caller is cancelled: what it writes must not be counted a second time.
             self._saving = asyncio.ensure_future(asyncio.to_thread(self._store.costs.save, records, days))
             try:
                 await asyncio.shield(self._saving)

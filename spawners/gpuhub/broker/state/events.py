@@ -88,9 +88,9 @@ def _list_suspension_changes(before: Suspension | None, after: LeaseRow) -> Iter
         memory = f"{after.suspension.moved_mib / 1024:.1f} GiB"
         yield "lease.suspended", f"{name} is suspended, {memory} of GPU memory are in host memory: {gpus} is free"
     if new is SuspensionState.RESUMING:
-        yield "lease.resuming", f"{name} waits for {gpus} to go on"
+        yield "lease.resuming", f"{name} waits for {gpus} to continue"
     elif new is None and old is SuspensionState.RESTORING:
-        yield "lease.resumed", f"{name} has {gpus} back and goes on"
+        yield "lease.resumed", f"{name} has {gpus} back and continues"
 
 
 def _find_newly_set(before: LeaseRow | None, after: LeaseRow, moment: str) -> tuple[LeasedGpu, ...]:

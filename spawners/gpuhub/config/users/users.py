@@ -75,7 +75,7 @@ class SchedulingSettings(SettingsTable):
     #: Time that a preempted job has to write its checkpoint, seconds.
     preempt_grace: Span = 60
     #: Whether a scavenging job of one process with one whole GPU is suspended instead of being preempted: what is on
-    #: its GPU is moved into host memory, and the job goes on when this GPU is free again.
+    #: its GPU is moved into host memory, and the job continues when this GPU is free again.
     suspend_scavengers: bool = False
     #: Weight of GPU models in fair share; other models count by memory, 24 GiB as 1.
     card_values: dict[Text, Annotated[Number, Field(gt=0)]] = {}

@@ -42,7 +42,7 @@ async def send_to_sleep(daemons: DockerClients, node: str, action: Literal["susp
     try:
         output = await run_probe(daemons, node, build_command(action), _HOST)
     except NodeUnreachable:
-        # It may sleep before the daemon's answer arrives; if it does not, it goes on answering, which is noticed.
+        # It may sleep before the daemon's answer arrives; if it does not, it continues answering, which is noticed.
         return
     if _ACCEPTED not in output:
         lines = output.strip().splitlines() or ["no output"]

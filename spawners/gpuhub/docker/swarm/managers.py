@@ -108,7 +108,7 @@ async def wait_for_leader(daemons: DockerClients, manager: NodeSettings) -> None
 async def ensure_managers(daemons: DockerClients, cluster: ClusterSettings, lead: NodeSettings) -> str | None:
     """Let `cluster.swarm_managers` manage the Swarm; where one cannot, `lead` alone does, and a warning is returned.
 
-    So a cluster whose firewalls let only its first node's port through goes on as before.
+    So a cluster whose firewalls let only its first node's port through continues as before.
     """
     managers = cluster.swarm_managers
     members = await daemons.call(lead.name, "nodes")

@@ -218,7 +218,7 @@ def _add_toolkit(state: MachineState) -> Iterator[PreparationStep]:
     if "nvidia" not in state.runtimes:
         yield PreparationStep(
             key="runtime",
-            title="`nvidia-ctk runtime configure --runtime=docker`, then reload Docker (containers go on)",
+            title="`nvidia-ctk runtime configure --runtime=docker`, then reload Docker (containers continue)",
             commands=_CONFIGURE_RUNTIME,
         )
 

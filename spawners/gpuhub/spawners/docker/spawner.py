@@ -104,7 +104,7 @@ class NodeSpawner(LeasedSpawner, DockerSpawner):
 
 
 #: After a restart the hub stops a notebook that does not answer within this time, seconds. It is long if the container
-#: runs (the node may be overloaded), and days if the node cannot be reached, because its notebooks go on.
+#: runs (the node may be overloaded), and days if the node cannot be reached, because its notebooks continue.
 RESTORED_TIMEOUT_S = 600
 UNREACHABLE_TIMEOUT_S = 7 * 86400
 

@@ -121,7 +121,7 @@ const forms = {
     });
   },
   resume({ lease, what }) {
-    show("Resume this notebook?", [paragraph(`It waits in the queue for ${what}, and goes on when it has it.`)], {
+    show("Resume this notebook?", [paragraph(`It waits in the queue for ${what}, and continues when it has it.`)], {
       label: "Resume", build: () => ({ do: "resume", lease }),
     });
   },

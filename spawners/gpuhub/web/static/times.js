@@ -1,4 +1,4 @@
-// Times come in the server's time zone and are shown in the user's; countdowns go on between updates.
+// Times come in the server's time zone and are shown in the user's; countdowns continue between updates.
 
 let clockSkewMs = 0; // what the user's clock is ahead of the server's
 

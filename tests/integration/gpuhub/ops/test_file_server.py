@@ -71,7 +71,7 @@ def build(tmp_path: Path, port: int, *, nodes: int) -> ClusterSettings:
 def test_server_follows_the_settings(
     paths: Folders, supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers after the start, goes on when a node is added, and ends when the head node serves no more."""
+    """It answers after the start, continues when a node is added, and ends when the head node serves no more."""
     monkeypatch.setattr(file_server, "has_kernel_server", lambda: False)
     monkeypatch.setattr(file_server, "find_head_address", lambda _cluster: "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -100,7 +100,7 @@ async def test_job_that_never_ends_is_ended(setting: Setting) -> None:
 
 
 async def test_interrupt_ends_all_jobs(setting: Setting) -> None:
-    """Whatever interrupts a validation, its jobs end and no GPU stays held; jobs of others go on."""
+    """Whatever interrupts a validation, its jobs end and no GPU stays held; jobs of others continue."""
     async with asgi_broker(setting) as running, connect(running) as (user, runner):
 
         async def run() -> None:

@@ -86,7 +86,7 @@ def test_value_of_before_travels_again_where_the_other_side_has_changed_it(sides
 
 
 def test_variables_that_share_an_object_travel_together(sides):
-    """And go on sharing it; an equal one of its own stays."""
+    """And continue sharing it; an equal one of its own stays."""
     part = Part(1)
     sides.here.update(model={"part": part}, optimizer=[part], other=Part(1))
     sides.send("model", "optimizer", "other")

@@ -178,7 +178,7 @@ def test_a_refusal_is_a_note_and_no_failure(server):
     ],
 )
 def test_a_server_that_is_none(server, status, body, reason, monkeypatch):
-    """Such as a proxy's page: the launch goes on, and its ranks get no variables."""
+    """Such as a proxy's page: the launch continues, and its ranks get no variables."""
     monkeypatch.setattr(server, "handle", lambda *_: (status, body))
     log = build_log(server)
     log.start()

@@ -121,13 +121,13 @@ def test_elastic_job_adds_new_workers():
 
 
 def test_job_of_fixed_size_releases_no_single_worker():
-    """Without one of them it cannot go on."""
+    """Without one of them it cannot continue."""
     assert change(job(workers=(worker(0), worker(1, "exited"))), least=2) is None
     assert change(job("stopping"), leaving={1}) is None
 
 
 def test_membership_change_is_reported_to_the_user():
-    """How long there is, who goes, and with what it goes on."""
+    """How long there is, who goes, and with what it continues."""
     whole = MembershipChange(is_complete=True, leaving=frozenset({0, 1}))
     assert describe_change(whole, ROSTER, grace_s=60.0) == "preempted: others need the GPUs; 60 s for a checkpoint"
     assert describe_change(whole, ROSTER, grace_s=None) == "preempted: others need the GPUs"

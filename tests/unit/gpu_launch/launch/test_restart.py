@@ -32,7 +32,7 @@ def test_reason_of_a_failed_request_is_shown_once(monkeypatch: pytest.MonkeyPatc
     group.scale_up.side_effect = LaunchFailed("the broker answers 503")
     scale_up = ScaleUp(group)
     (note,) = request_times(scale_up, 3)
-    assert note.endswith("the launch goes on without: the broker answers 503")
+    assert note.endswith("the launch continues without: the broker answers 503")
     assert request_times(scale_up, 1) == []
     group.scale_up.side_effect = None
     group.scale_up.return_value = False

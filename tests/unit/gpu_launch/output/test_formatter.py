@@ -229,7 +229,7 @@ def test_watchdog_message_of_a_rank_that_continues_is_shown():
 
 
 def test_logged_traceback_is_shown():
-    """As soon as it goes on, when it ends well, or after a while; in its place."""
+    """As soon as it continues, when it ends well, or after a while; in its place."""
     formatter = make_formatter()
     formatter.feed(0, "rig1", "stderr", TRACEBACK, 0.0)
     assert flush_text(formatter, now=0.1) == ""

@@ -36,6 +36,6 @@ async def test_broker_alone_decides(answer: bool) -> None:
 
 
 async def test_nothing_is_stopped_while_the_broker_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    """The notebook goes on, and the log says that it is asked about again."""
+    """The notebook continues, and the log says that it is asked about again."""
     assert not await Arbiter(Broker(BrokerUnreachable("The GPU broker does not answer."))).decide(server=NAMED)
     assert "ada/second is asked about again: The GPU broker does not answer." in caplog.text

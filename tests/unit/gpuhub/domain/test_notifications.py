@@ -115,7 +115,7 @@ def test_a_job_that_makes_way_is_reported_when_its_gpu_is_free() -> None:
         (NotificationKind.JOB_PREEMPTED, "Job run-1 is suspended"),
         (NotificationKind.GRANTED, "Your GPU is back: RTX 5090 on rig1"),
     ]
-    assert rows[1].body == "Job run-1 waited 13 min and goes on now."
+    assert rows[1].body == "Job run-1 waited 13 min and continues now."
 
 
 def test_time_left() -> None:

@@ -1,4 +1,4 @@
-"""How often a caller may do something: so many at once, so many a second, and when it may go on."""
+"""How often a caller may do something: so many at once, so many a second, and when it may continue."""
 
 from __future__ import annotations
 

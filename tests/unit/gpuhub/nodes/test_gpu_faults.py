@@ -88,7 +88,7 @@ def test_same_error_after_a_reboot_is_a_new_fault() -> None:
 
 
 def test_accepted_error_blocks_when_it_occurs_again() -> None:
-    """The agent goes on listing the one that was accepted; a set clock of the node changes nothing."""
+    """The agent continues listing the one that was accepted; a set clock of the node changes nothing."""
     records = Records()
     records.update(build_node(xids={119: 5.0}))
     records.accept()

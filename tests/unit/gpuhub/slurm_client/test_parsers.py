@@ -378,7 +378,7 @@ def test_gpu_time_within_a_window() -> None:
         [
             "ada|lab|100|200|billing=1,cpu=1,gres/gpu:rtx5090=2,gres/gpu=2,node=1",
             "ada|lab|50|120|gres/gpu:a=1,gres/gpu:b=1",  # no sum of all types: 20 s of two
-            "ben|lab|180|Unknown|gres/gpu=1",  # goes on
+            "ben|lab|180|Unknown|gres/gpu=1",  # continues
             "ben|lab|Unknown|Unknown|",  # waits
             "eve|lab|150|160|cpu=4",
             "old|lab|1|99|gres/gpu=1",

@@ -137,7 +137,7 @@ def test_a_site_without_a_default_partition() -> None:
 
 
 def test_accounts_are_not_checked_without_accounting() -> None:
-    """slurmdbd may be away for a while; what slurmctld remembers goes on."""
+    """slurmdbd may be away for a while; what slurmctld remembers continues."""
     away = replace(SITE, has_accounting=False, accounts=(), qos=())
     assert check_site(site_cluster({"account": "chemistry", "qos": "high"}), away) == []
 

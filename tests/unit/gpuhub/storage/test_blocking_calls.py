@@ -91,7 +91,7 @@ async def test_cancelled_call_does_not_count_as_hanging(released: threading.Even
 
 
 async def test_blocking_file_does_not_delay_other_calls(tmp_path: Path) -> None:
-    """A real blocking system call: a FIFO without a writer; the loop and asyncio's own threads go on."""
+    """A real blocking system call: a FIFO without a writer; the loop and asyncio's own threads continue."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     patience = BlockingCallPool()
@@ -99,7 +99,7 @@ async def test_blocking_file_does_not_delay_other_calls(tmp_path: Path) -> None:
     assert await asyncio.to_thread(lambda: "free") == "free"
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {StorageUnavailable}
-    # One writer lets all readers go on, which then read the end.
+    # One writer lets all readers continue, which then read the end.
     os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
     await until(lambda: not patience.count_overdue("disk"), "the readers end")
     assert await run_call(patience, lambda: 4) == 4

@@ -87,7 +87,7 @@ async def test_datasets_server_is_checked_only_if_mounted(tmp_path: Path) -> Non
 async def test_hanging_home_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: threading.Event
 ) -> None:
-    """The loop goes on; the next start is refused at once, and when the folder is back all is well."""
+    """The loop continues; the next start is refused at once, and when the folder is back all is well."""
     storage = StorageSettings.model_validate({"home": f"{tmp_path}/homes/{{username}}", "patience": "1s"})
     monkeypatch.setattr(homes, "ensure_home", lambda _storage, _identity: released.wait())
     ticks: list[float] = []

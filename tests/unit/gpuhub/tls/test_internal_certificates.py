@@ -297,7 +297,7 @@ def test_existing_certificates_are_kept(store: CertificateStore) -> None:
 def test_address_change_renews_certificates_and_keeps_authorities(
     store: CertificateStore, notebook: Path, tmp_path: Path
 ) -> None:
-    """So notebooks that run go on."""
+    """So notebooks that run continue."""
     moved = CertificateStore(tmp_path / "internal")
     shutil.copytree(store.folder, moved.folder)
     index = moved.folder / "certipy.json"

@@ -38,7 +38,7 @@ STOP_TIMEOUT_S = 180.0
 RESEND_PERIOD_S = 10.0
 #: Time after which a node that refused to sleep, or had a container of no lease, is asked again, seconds.
 REFUSED_PAUSE_S, CONTAINER_PAUSE_S = 600.0, 30.0
-#: Kinds of containers that run on an idle node, and go on after it has slept.
+#: Kinds of containers that run on an idle node, and continue after it has slept.
 _RESIDENT_KINDS = frozenset({names.KIND_AGENT, names.KIND_FIREWALL})
 
 SwitchOn = Callable[[NodeSettings, PowerSettings], Awaitable[None]]

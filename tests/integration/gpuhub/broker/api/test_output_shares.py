@@ -117,7 +117,7 @@ def test_viewer_reads_what_is_shared_and_nothing_else(running: Running) -> None:
 
 @pytest.mark.parametrize("which", ["", "/ben"])
 def test_owner_ends_an_open_view_within_a_second(running: Running, which: str) -> None:
-    """Output and state end; a later view is refused; others' shares go on."""
+    """Output and state end; a later view is refused; others' shares continue."""
     job = submit(running)
     write(running, "one\n")
     for viewer in ("ben", "eve"):

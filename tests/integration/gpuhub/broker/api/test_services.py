@@ -135,7 +135,7 @@ def test_the_address_without_a_slash_is_completed(running: Running) -> None:
 
 
 def test_administrators_restart_a_service(running: Running) -> None:
-    """It has a new relay, and goes on."""
+    """It has a new relay, and continues."""
     before = running.app.state.services._supervisor.status("labs").relay_id
     assert running.send("POST", "/api/v1/services/labs/restart", "ada").status_code == 403
     assert running.send("POST", "/api/v1/services/gone/restart", "root").status_code == 404

@@ -327,7 +327,7 @@ class People:
             return self.world.call(ask(self.world.broker))
         except (GpuhubError, NoResponse):
             return None
-        except Exception as error:  # noqa: BLE001 - the client sees an HTTP status 500, and goes on
+        except Exception as error:  # noqa: BLE001 - the client sees an HTTP status 500, and continues
             self.wrong.append(f"the broker failed: {error!r}")
             return None
 

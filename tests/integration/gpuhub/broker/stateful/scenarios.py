@@ -224,7 +224,7 @@ def elastic_job_shrinks(world: World, people: People) -> None:
 
 
 def broker_dies_while_a_job_makes_way(world: World, people: People) -> None:
-    """It dies at each step in turn; the job is suspended for others, and goes on with its GPU after them."""
+    """It dies at each step in turn; the job is suspended for others, and continues with its GPU after them."""
     suspended = 0
     for steps in range(0, 48, 6):
         jobs = [people.launch("ada", nnodes=1, detached=True, scavenge=True) for _ in SEATS]

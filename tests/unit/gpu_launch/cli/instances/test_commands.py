@@ -97,7 +97,7 @@ def test_interrupt_leaves_it_waiting(hub: FakeHub, capsys: pytest.CaptureFixture
     thread.join()
     assert capsys.readouterr().err.splitlines()[-3:] == [
         "",
-        "gpu-launch: Instance a goes on without this command: waiting for GPUs: position 2; "
+        "gpu-launch: Instance a continues without this command: waiting for GPUs: position 2; "
         "waits for 1 × RTX 5090: held by ben",
         "gpu-launch: wait again: gpu-launch instance start --name a; give it up: gpu-launch instance stop a",
     ]

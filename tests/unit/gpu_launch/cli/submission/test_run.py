@@ -85,7 +85,7 @@ def list_job_polls(hub: FakeHub) -> list[str]:
 def test_run_returns_the_scripts_exit_status(
     hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str], in_thread: Callable
 ) -> None:
-    """The folder is sent, the job waits with its place, its output comes to stdout, its exit status goes on."""
+    """The folder is sent, the job waits with its place, its output comes to stdout, its exit status is passed on."""
 
     def cluster() -> None:
         wait_until(lambda: hub.asked)

@@ -42,7 +42,7 @@ async def test_input_and_both_streams_are_passed_on() -> None:
 
 
 async def test_much_output_waits_for_its_reader(tmp_path: Path) -> None:
-    """No more than a few parts are kept; the program goes on as they are read."""
+    """No more than a few parts are kept; the program continues as they are read."""
     size = 32 * 1024 * 1024
     session = await start(f"head -c {size} /dev/zero; echo >{tmp_path}/written")
     await asyncio.sleep(0.5)

@@ -203,7 +203,7 @@ async def test_job_runs_the_image_that_its_owner_chose(tmp_path: Any) -> None:
 
 
 async def test_detached_job_survives_a_broker_restart(setting: Setting) -> None:
-    """A new broker goes on with it, queued or running, and tells of it after its end."""
+    """A new broker continues with it, queued or running, and tells of it after its end."""
     async with asgi_broker(setting) as running:
         made = await post(running, "ada", "/jobs", {**DETACHED, "nnodes": 3}, 201)
         await wait_for_state(running, f"/jobs/{made['id']}", "running", "ada")

@@ -183,7 +183,7 @@ async def test_notebook_token_of_an_administrator_has_no_administrator_rights() 
     ids=["open", "objects", "closed", "nulls", "bytes", "digits", "long"],
 )  # fmt: skip
 async def test_malicious_bodies_are_refused(setting: Setting, body: bytes) -> None:
-    """They are refused in few words, and the broker goes on."""
+    """They are refused in few words, and the broker continues."""
     async with asgi_broker(setting) as running, running.client("ada") as client:
         for path in ("/leases", "/jobs", "/jobs/arrays"):
             answer = await client.post(f"/api/v1{path}", content=body, headers={"Content-Type": "application/json"})

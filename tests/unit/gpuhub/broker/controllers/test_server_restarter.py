@@ -43,7 +43,7 @@ async def test_nothing_is_granted_before_a_node_is_probed(setting: Setting) -> N
 
 
 async def test_running_job_survives_a_broker_restart(setting: Setting) -> None:
-    """A running job goes on over a restart, and its end frees everything."""
+    """A running job continues over a restart, and its end frees everything."""
     async with asgi_broker(setting) as running:
         job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "nnodes": 3, "nproc_per_node": 1}, 201)
         await wait_for_state(running, f"/jobs/{job['id']}", "running")

@@ -88,7 +88,7 @@ async def scene(
 
 
 async def test_a_job_makes_way_and_goes_on(scene: Scene) -> None:
-    """ben's notebook gets the GPU; the job waits for this GPU with its time standing still, and goes on after him."""
+    """ben's notebook gets the GPU; the job waits for this GPU with its time standing still, and continues after him."""
     await scene.start(time_limit_s=HOUR)
     ends_at = (await read(scene.running, "ada", scene.path))["lease"]["expires_at"]
     assert ends_at is not None

@@ -102,7 +102,7 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_idle_notebook_lends_its_gpu_and_gets_it_back(scene: Scene) -> None:
-    """The whole way: suspended for ben, who gets the GPU; ada waits with a place in the queue, and goes on after him."""
+    """The whole way: suspended for ben, who gets the GPU; ada waits with a place in the queue, and continues after him."""
     await scene.be_idle()
     ben = await ask(scene.running, "ben")
     await wait_for_state(scene.running, f"/leases/{ben['id']}", "granted")
@@ -133,7 +133,7 @@ async def test_an_idle_notebook_lends_its_gpu_and_gets_it_back(scene: Scene) -> 
     back = await read(scene.running, "ada", scene.path)
     assert (back["state"], back["epoch"], [gpu["uuid"] for gpu in back["gpus"]]) == ("active", 1, ["GPU-rig1-0"])
     await until(lambda: _has_limit(scene, 16384), "the limit is as before")
-    assert (await scene.events("lease.resumed")) == ["ada's notebook has GPU 0 of rig1 back and goes on"]
+    assert (await scene.events("lease.resumed")) == ["ada's notebook has GPU 0 of rig1 back and continues"]
 
 
 async def test_a_cell_that_ran_meanwhile_brings_the_gpu_back(scene: Scene) -> None:
@@ -278,7 +278,7 @@ async def test_memory_that_is_lost_ends_the_notebook_with_the_reason(scene: Scen
     scene.node.suspender_outcomes["resume"] = "failed"
     await post(scene.running, "ada", f"{scene.path}/resume")
     ended = await wait_for_state(scene.running, scene.path, "released")
-    assert ended["reason"] == "it was suspended and cannot go on: resume was failed. Its files are kept"
+    assert ended["reason"] == "it was suspended and cannot continue: resume was failed. Its files are kept"
     assert scene.container not in scene.node.containers
 
 
@@ -346,7 +346,7 @@ def _refuse_suspender(method: str) -> None:
 
 @pytest.mark.parametrize("scene", [with_suspension(stop_after="4h")], indirect=True)
 async def test_a_forgotten_suspended_notebook_is_warned_and_stopped(scene: Scene) -> None:
-    """As one that holds its GPU: its memory is the node's. Its owner's wish to go on begins the warning again."""
+    """As one that holds its GPU: its memory is the node's. Its owner's wish to continue begins the warning again."""
     clock = scene.running.setting.clock
     assert isinstance(clock, AheadClock)
     await post_suspended(scene)
@@ -381,7 +381,7 @@ async def _ask_culler(scene: Scene) -> bool:
 
 
 async def test_gpu_time_is_not_charged_while_suspended(scene: Scene) -> None:
-    """One record goes on after it; fair share counts what was held before and after, also after a restart."""
+    """One record continues after it; fair share counts what was held before and after, also after a restart."""
     clock = scene.running.setting.clock
     assert isinstance(clock, AheadClock)
     clock.ahead_s += 2 * HOUR

@@ -82,7 +82,7 @@ def test_sensors_that_a_gpu_lacks_have_no_series() -> None:
 
 @pytest.mark.parametrize("changes", [{"is_up": False}, {"gpu_error": "NVML: Unknown Error"}, {"read_at": NOW - 16}])
 def test_old_readings_have_no_series(changes: dict[str, Any]) -> None:
-    """A node that is not read would otherwise seem to go on with the same load."""
+    """A node that is not read would otherwise seem to continue with the same load."""
     assert collect(read_gpu(), **changes).names == set()
     assert collect(read_gpu()).names
 

@@ -64,7 +64,7 @@ async def test_requests_for_other_gpus_do_not_block_an_extension(setting: Settin
         assert more["expires_at"] > job["lease"]["expires_at"]
         waiting = await ask(running, "ben", server="second", key="d")
         refused = await post(running, "ben", f"/leases/{waiting['id']}/extend", {"time_limit_s": 60}, 409)
-        assert "is requested: only a lease that goes on" in refused["detail"]
+        assert "is requested: only a lease that continues" in refused["detail"]
 
 
 # -- why --------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ async def test_only_administrators_can_force_a_release(quick_quarantine: Setting
 
 
 async def test_a_cordoned_node_takes_no_new_work(setting: Setting) -> None:
-    """What runs there goes on; it is known after a restart; taken away, whoever waits is served."""
+    """What runs there continues; it is known after a restart; taken away, whoever waits is served."""
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="a")
         await run_notebook(running, lease)

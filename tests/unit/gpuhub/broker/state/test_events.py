@@ -140,7 +140,7 @@ async def test_events_are_written_without_a_request() -> None:
 
 
 async def test_users_read_only_their_own_events(setting: Setting) -> None:
-    """An administrator reads all; reading goes on where it stopped."""
+    """An administrator reads all; reading continues where it stopped."""
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada", key="1")
         await run_notebook(running, lease)

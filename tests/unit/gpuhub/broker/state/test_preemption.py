@@ -34,7 +34,7 @@ def decide(draft: Transaction, *nodes: str, is_whole: bool, allocation: str = "l
 
 
 def test_a_preempted_job_has_time_for_its_checkpoint() -> None:
-    """Its lease goes on meanwhile, and the engine knows that it is ending; said again, the time does not begin anew."""
+    """Its lease continues meanwhile, and the engine knows that it is ending; said again, the time does not begin anew."""
     draft = build_transaction(*build_running_job(), now=100.0)
     decide(draft, "rig1", "rig2", is_whole=True)
     job, lease = draft.jobs["j1"], draft.leases["l1"]
@@ -191,7 +191,7 @@ async def test_preemption_continues_after_a_broker_restart(preemption_setting: S
 
 
 async def test_elastic_job_releases_one_node(preemption_setting: Setting) -> None:
-    """The notebook gets the node that it needs; the job goes on with the others."""
+    """The notebook gets the node that it needs; the job continues with the others."""
     async with asgi_broker(preemption_setting) as running:
         job = await run_job(running, nnodes=3, min_nnodes=1)
         lease = await ask(running, "ben")

@@ -96,7 +96,7 @@ async def test_node_with_a_full_disk_takes_no_work_and_comes_back(setting: Setti
 @pytest.mark.usefixtures("_short_probe_timeout")
 @pytest.mark.parametrize("how", ["is_hung", "is_reachable"])
 async def test_notebook_survives_an_unreachable_node(setting: Setting, how: str) -> None:
-    """It is unreachable soon, others go on meanwhile, and when it answers again all is as it was."""
+    """It is unreachable soon, others continue meanwhile, and when it answers again all is as it was."""
     rig1 = setting.nodes["rig1"]
     async with asgi_broker(setting) as running:
         lease = await ask(running, "ada")
@@ -159,7 +159,7 @@ async def test_one_failed_probe_is_not_an_outage(setting: Setting) -> None:
 
 
 async def test_uninspectable_container_does_not_fail_its_node(setting: Setting) -> None:
-    """A dead file server hangs what is asked about one container; the node goes on."""
+    """A dead file server hangs what is asked about one container; the node continues."""
     rig1 = setting.nodes["rig1"]
 
     def hang_call(method: str) -> None:
@@ -579,7 +579,7 @@ async def test_broker_shutdown_cancels_hanging_calls(setting: Setting) -> None:
 
 
 async def test_node_without_its_firewall_takes_no_work(tmp_path: Path) -> None:
-    """What runs there goes on; the other nodes are not held up; it is asked again until the filter is there."""
+    """What runs there continues; the other nodes are not held up; it is asked again until the filter is there."""
     troubled = {"rig1"}
 
     async def ensure(node: str) -> None:
