@@ -241,10 +241,10 @@ def check_login(cluster: ClusterSettings, paths: Paths) -> list[str]:
     check_files(cluster)
     if cluster.users.login != "oidc" or cluster.login.issuer is None:
         return []
-    _, trouble = oidc_discovery.find_endpoints(cluster.login.issuer, cluster.login.ca, find_provider_cache(paths))
-    if trouble is None:
+    _, problem = oidc_discovery.find_endpoints(cluster.login.issuer, cluster.login.ca, find_provider_cache(paths))
+    if problem is None:
         return []
-    return [f"Users cannot log in until the provider answers: {trouble}. Its earlier answer is used until then"]
+    return [f"Users cannot log in until the provider answers: {problem}. Its earlier answer is used until then"]
 
 
 def check_files(cluster: ClusterSettings) -> None:

@@ -76,11 +76,11 @@ def build_node(cluster: ClusterSettings, before: NodeStatus, node: SlurmNode | N
         since = before.down_since or monotonic
         return before.evolve(is_up=False, unreachable_reason="Slurm does not know this node", down_since=since)
     is_up = not node.state.lower().startswith(("down", "unknown", "fail"))
-    trouble = None if is_up else f"Slurm reports {node.state}{f': {node.reason}' if node.reason else ''}"
+    problem = None if is_up else f"Slurm reports {node.state}{f': {node.reason}' if node.reason else ''}"
     down_since = None if is_up else before.down_since or monotonic
     return before.evolve(
         is_up=is_up,
-        unreachable_reason=trouble,
+        unreachable_reason=problem,
         down_since=down_since,
         is_reconciled=True,
         daemon_id=_WITNESS,

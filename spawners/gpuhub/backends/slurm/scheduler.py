@@ -201,8 +201,8 @@ class SlurmScheduler(ExternalScheduler):
             name = self._node_names[theirs]
             node = self._state.capacity.nodes.get(name)
             if node is None or not node.capacity.takes_work:
-                trouble = "gpuhub has not read its GPUs yet" if node is None else node.capacity.unavailable_reason
-                yield f"it was allocated {name}, where no container can be started now: {trouble}"
+                problem = "gpuhub has not read its GPUs yet" if node is None else node.capacity.unavailable_reason
+                yield f"it was allocated {name}, where no container can be started now: {problem}"
                 continue
             slots = self._find_slots(theirs, job)
             if slots is None:

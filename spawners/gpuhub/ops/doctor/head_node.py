@@ -201,13 +201,13 @@ def check_head(head: HeadFacts) -> Iterator[Finding]:
             yield ok("disk", value)
     for file, end in head.certificates.items():
         yield check_certificate(file, end, head.now)
-    for server, trouble in head.storage.items():
-        if trouble is None:
+    for server, failure in head.storage.items():
+        if failure is None:
             yield ok("storage", f"{server} answers")
         else:
             yield failed(
                 "storage",
-                trouble,
+                failure,
                 "start it, or let it through its firewall; users cannot start notebooks until it answers",
             )
     yield from _check_database(head)
@@ -259,9 +259,9 @@ def check_certificate(file: str, end: datetime | str, now: datetime) -> Finding:
 
 
 def _check_open_files(limit: int) -> Finding:
-    if (trouble := describe_low_limit(limit)) is None:
+    if (problem := describe_low_limit(limit)) is None:
         return ok("open files", f"{limit} or more")
-    value, _, remedy = trouble.partition(". ")
+    value, _, remedy = problem.partition(". ")
     return warning("open files", value, remedy)
 
 

@@ -124,7 +124,7 @@ def _check_machine(
         other_gpus={gpu.uuid: name for name, node_gpus in gpus.items() for gpu in node_gpus},
         other_daemons={daemon_id: name for name, daemon_id in daemon_ids.items()},
     )
-    docker, trouble = _query_docker(session, plan, paths)
+    docker, problem = _query_docker(session, plan, paths)
     root = "/var/lib/docker" if docker is None else docker.root
     host = parse_probe(session.run(read_probe_script(), node_queries.build_probe_arguments(environment, root)))
     findings: list[Finding] = [
@@ -135,7 +135,7 @@ def _check_machine(
     if docker is not None:
         findings += check_docker_facts(docker, environment)
     elif host.socket == "usable" or request.tls:
-        findings.append(failed("docker", trouble, "start Docker there, and let sshd allow forwarding of sockets"))
+        findings.append(failed("docker", problem, "start Docker there, and let sshd allow forwarding of sockets"))
     findings += [
         *node_checks.check_system(host),
         *node_checks.check_gpus(host, docker, environment),

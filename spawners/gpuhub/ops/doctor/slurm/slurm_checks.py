@@ -29,9 +29,9 @@ class SlurmFacts:
 
     #: Slurm's commands that were not found; none where slurmrestd is used.
     missing: tuple[str, ...] = ()
-    #: The configuration of the site; None with the reason in `trouble`.
+    #: The configuration of the site; None with the reason in `problem`.
     site: SlurmSite | None = None
-    trouble: str = ""
+    problem: str = ""
     #: The error of munge, empty where it works; None where it was not checked.
     munge: str | None = None
     #: `scontrol show config`: setting in small letters → value; empty where it was not read.
@@ -100,7 +100,7 @@ def check_slurm(facts: SlurmFacts, table: SlurmSettings) -> Iterator[Finding]:
     elif facts.munge is not None:
         yield ok("munge", "signs and reads")
     if facts.site is None:
-        yield failed("slurm", facts.trouble or "unknown", _advise(table))
+        yield failed("slurm", facts.problem or "unknown", _advise(table))
         return
     yield _check_version(facts.site)
     if facts.ahead_s is not None:

@@ -64,10 +64,10 @@ async def read_slurm(cluster: ClusterSettings, paths: Paths) -> SlurmSiteChecks:
 async def read_slurm_facts(cluster: ClusterSettings) -> SlurmFacts:
     """Read the facts of the site itself."""
     table = cluster.slurm
-    site, trouble = await _query_site(table)
+    site, problem = await _query_site(table)
     facts = SlurmFacts(
         site=site,
-        trouble=trouble,
+        problem=problem,
         settings_errors=() if site is None else tuple(check_site(cluster, site)),
         lacks_for_laptops=None
         if table.runtime == "docker"

@@ -86,7 +86,7 @@ def test_a_good_site_has_no_problems() -> None:
     [
         ({"missing": ("sbatch",)}, "slurm", Severity.FAILED),
         ({"munge": "munge: Error: Failed to access /run/munge/munge.socket.2"}, "munge", Severity.FAILED),
-        ({"site": None, "trouble": "slurmctld does not answer"}, "slurm", Severity.FAILED),
+        ({"site": None, "problem": "slurmctld does not answer"}, "slurm", Severity.FAILED),
         ({"site": replace(SITE, version=(21, 8, 8))}, "slurm", Severity.FAILED),
         ({"site": replace(SITE, has_accounting=False)}, "accounting", Severity.WARNING),
         ({"ahead_s": 4.0}, "clock", Severity.WARNING),
@@ -166,7 +166,7 @@ def test_slurmrestd_is_checked_by_its_answers() -> None:
     """The head node needs neither commands nor munge then."""
     rest = SlurmSettings(api="rest", rest_url="http://127.0.0.1:6820", rest_key=Path("/etc/slurm/jwt.key"))
     assert levels(check_slurm(SlurmFacts(site=SITE), rest)) == {}
-    silent = list(check_slurm(SlurmFacts(trouble="slurmrestd does not answer"), rest))
+    silent = list(check_slurm(SlurmFacts(problem="slurmrestd does not answer"), rest))
     assert [(finding.value, "http://127.0.0.1:6820" in finding.advice) for finding in silent] == [
         ("slurmrestd does not answer", True)
     ]
@@ -219,7 +219,7 @@ def test_a_slurmd_of_another_release_is_reported() -> None:
 
 def test_nodes_are_not_checked_without_site_information() -> None:
     """The head node's findings have the reason."""
-    assert find_node_problems(SlurmFacts(trouble="silent")) == []
+    assert find_node_problems(SlurmFacts(problem="silent")) == []
 
 
 def test_slurm_responses_are_parsed() -> None:
