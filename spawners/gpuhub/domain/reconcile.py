@@ -226,21 +226,22 @@ def _reconcile_lease(
     preempt_grace: float,
 ) -> list[Action]:
     """Return the actions for one lease and its containers on the node."""
-    doubt = explain_missing_proof(lease, observed_node)
-    actions: list[Action] = [] if doubt is None else [MarkUnproven(lease_id=lease.id, reason=doubt)]
+    missing_proof = explain_missing_proof(lease, observed_node)
+    actions: list[Action] = [] if missing_proof is None else [MarkUnproven(lease_id=lease.id, reason=missing_proof)]
+    is_proof = missing_proof is None
     if _has_rebooted(lease, observed_node):
         actions.append(RefreshIdentity(lease_id=lease.id))
     if lease.state in lease_states.ENDING:
-        return actions + _reconcile_ending(lease, containers, observed_node, is_proof=doubt is None)
+        return actions + _reconcile_ending(lease, containers, observed_node, is_proof=is_proof)
     if lease.purpose is Purpose.NOTEBOOK:
         is_starting = lease.id in observed_node.starting_leases
         return actions + _reconcile_notebook(
-            lease, containers, observed_node.observed_at, is_proof=doubt is None, is_starting=is_starting
+            lease, containers, observed_node.observed_at, is_proof=is_proof, is_starting=is_starting
         )
     if job is None or lease.id in observed_node.starting_leases:
         return actions
-    actions += _reconcile_workers(job, observed_node.node, containers, is_proof=doubt is None)
-    return actions + _reconcile_shrinking(lease, containers, observed_node, preempt_grace, is_proof=doubt is None)
+    actions += _reconcile_workers(job, observed_node.node, containers, is_proof=is_proof)
+    return actions + _reconcile_shrinking(lease, containers, observed_node, preempt_grace, is_proof=is_proof)
 
 
 def is_clean(actions: Sequence[Action]) -> bool:

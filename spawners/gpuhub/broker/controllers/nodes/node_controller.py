@@ -264,9 +264,9 @@ class NodeController:
             log.info("node %s: leases end: %s", node, ends)
             lost = {action.lease_id for action in actions if isinstance(action, ReleaseLease) and action.is_loss}
             await self._core.ledger.change(mutations.end_leases(ends, lost=lost))
-        doubts = {action.lease_id: action.reason for action in actions if isinstance(action, MarkUnproven)}
-        for lease in self._unproven_leases.replace_node(node, doubts):
-            self._record_event("node.suspect", f"lease {lease} cannot be judged: {doubts[lease]}", node)
+        unproven = {action.lease_id: action.reason for action in actions if isinstance(action, MarkUnproven)}
+        for lease in self._unproven_leases.replace_node(node, unproven):
+            self._record_event("node.suspect", f"lease {lease} is unproven: {unproven[lease]}", node)
         for action in actions:
             if isinstance(action, RemoveContainer) and self._actions.remove(node, action.container_id):
                 self._record_event(
