@@ -39,7 +39,7 @@ class StepRunner(Protocol):
 
     def run(self, step: Step) -> list[int]: ...
 
-    def beat(self) -> None: ...
+    def send_heartbeat(self) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -161,7 +161,7 @@ class Engine:
 
     def _wait(self) -> None:
         if self._clock() - self._last_step >= self._beat_s:
-            self._runner.beat()
+            self._runner.send_heartbeat()
             self._last_step = self._clock()
         try:
             self._add(self._arrivals.get(timeout=min(_POLL_S, self._beat_s)))
@@ -210,7 +210,7 @@ class Engine:
         tokens = self._run(Step(first_slot=slot, rows=(row,), samples=is_whole))
         sequence.done += len(part)
         if is_whole:
-            self._give(slot, sequence, tokens[0])
+            self._add_token(slot, sequence, tokens[0])
 
     def _compute_tokens(self, running: list[int]) -> None:
         rows = []
@@ -225,14 +225,14 @@ class Engine:
             sequence = self._slots[slot]
             assert sequence is not None  # noqa: S101 - for the type checker
             sequence.done += 1
-            self._give(slot, sequence, tokens[slot])
+            self._add_token(slot, sequence, tokens[slot])
 
     def _run(self, step: Step) -> list[int]:
         tokens = self._runner.run(step)
         self._last_step = self._clock()
         return tokens
 
-    def _give(self, slot: int, sequence: Sequence, token: int) -> None:
+    def _add_token(self, slot: int, sequence: Sequence, token: int) -> None:
         """Give a sequence its next token, and end it if that is its last."""
         finish: Finish | None = None
         if token in sequence.ends:

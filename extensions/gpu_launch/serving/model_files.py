@@ -77,7 +77,7 @@ class ModelDescription:
         return sum(self.layer_bytes) + self.embedding_bytes + (0 if self.is_tied else self.head_bytes)
 
     def count_cache(self, tokens: int) -> int:
-        """Return the bytes of the keys and values of one layer for so many tokens."""
+        """Return the bytes of the keys and values of one layer for a number of tokens."""
         return 2 * self.kv_heads * self.head_size * self.element * tokens
 
 

@@ -165,7 +165,7 @@ def choose_least_memory(model: ModelDescription, known: Sequence[int], number: i
         need: What is in memory besides the weights.
     """
     for least in sorted(set(known)):
-        # A request for so much memory also accepts a card that reports a little less.
+        # A request for that memory also accepts a card that reports a little less.
         allowed = sorted(size for size in known if size >= least * MEMORY_TOLERANCE)[:number]
         if len(allowed) < number:
             return None

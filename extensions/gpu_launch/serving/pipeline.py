@@ -47,7 +47,7 @@ class Pipeline:
         dist.recv(tokens, src=self._ranks - 1)
         return [int(token) for token in tokens]
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Let the other ranks know that rank 0 waits for requests."""
         if self.has_others:
             self._send_numbers(_NOTHING)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 #: What a decoder writes for the bytes of an incomplete character.
 _INCOMPLETE = "\ufffd"
-#: After so many tokens without a whole character, bytes are no text.
+#: After this number of tokens without a whole character, their bytes are not text.
 _MOST_INCOMPLETE = 8
 
 

@@ -17,7 +17,7 @@ from gpuhub.nodes.status import Cordon, GpuFault, GpuLeaseStatus, GpuProcess, Gp
 _UNLEASED = GpuLeaseStatus()
 _AGENT_SILENT = "its GPU agent is silent"
 #: Causes of a slowdown by their bits in the clocks' event reasons.
-_SLOWDOWN_CAUSES = {0x40: "it is too hot", 0x80: "its power supply brakes it"}
+_SLOWDOWN_CAUSES = {0x40: "it is too hot", 0x80: "its power supply slows it down"}
 _NOT_YET_CHECKED = "its last lease ended a moment ago; a reading must show first that it is empty"
 
 

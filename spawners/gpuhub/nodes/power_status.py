@@ -18,7 +18,7 @@ class PowerState(StrEnum):
     """What is expected of a node that may sleep."""
 
     ON = "on"
-    #: It takes no work, and was or will be told to sleep.
+    #: It takes no work, and was or will be put to sleep.
     STOPPING = "stopping"
     ASLEEP = "asleep"
     #: It was woken and does not answer yet.
@@ -72,7 +72,7 @@ class PowerStatus:
         return replace(self, state=PowerState.ON, changed_at=now, error=error, retry_at=None)
 
 
-def follow_switch(power: PowerStatus, state: PowerState, now: float) -> PowerStatus:
+def record_switch(power: PowerStatus, state: PowerState, now: float) -> PowerStatus:
     """Return the power of a node that another scheduler switches; how long it took to wake is measured."""
     if state is not PowerState.ON:
         return power.begin(state, now)

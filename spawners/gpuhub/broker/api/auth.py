@@ -95,7 +95,7 @@ class UnknownTokenLimiter:
             self._waiting[address].append(turn)
             await turn
 
-    def settle(self, address: str, *, is_wrong: bool) -> None:
+    def record_result(self, address: str, *, is_wrong: bool) -> None:
         """Record the result of a check."""
         self._checking[address] -= 1
         if not is_wrong:
@@ -310,7 +310,7 @@ class Authenticator:
             is_wrong = model is None
         finally:
             if charged_to is not None:
-                self._wrong.settle(charged_to, is_wrong=is_wrong)
+                self._wrong.record_result(charged_to, is_wrong=is_wrong)
         answer = _TokenRecord(model, self._clock.monotonic())
         records, others = (self._known, self._unknown) if model is not None else (self._unknown, self._known)
         others.pop(key, None)

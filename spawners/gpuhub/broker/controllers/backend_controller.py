@@ -19,7 +19,7 @@ from gpuhub.common.errors import GpuhubError, SchedulerUnreachable, Unavailable
 from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.clock import Clock, wait_event
 from gpuhub.domain.models import JobRow, LeaseRow
-from gpuhub.nodes.power_status import follow_switch
+from gpuhub.nodes.power_status import record_switch
 from gpuhub.nodes.status import NodeStatus
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class BackendController:
         for name, state in observation.power.items():
             power = core.capacity.power.get(name)
             if power is not None and power.state is not state:
-                await core.set_power(follow_switch(power, state, core.clock.now()))
+                await core.set_power(record_switch(power, state, core.clock.now()))
         for node in observation.nodes:
             before = core.capacity.inventory.nodes[node.name]
             await core.observe(node)

@@ -29,7 +29,7 @@ class Adder:
             act()
         return [row.tokens[-1] + 1 for row in step.rows] if step.samples else []
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         self.beats += 1
 
     def stop(self) -> None:

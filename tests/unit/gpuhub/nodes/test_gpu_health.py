@@ -238,7 +238,7 @@ def test_faults_that_no_reading_shows_keep_a_gpu_failed() -> None:
 
 @pytest.mark.parametrize(
     ("reasons", "causes"),
-    [(0x08 | 0x40, " (it is too hot)"), (0x80, " (its power supply brakes it)"), (1, ""), (None, "")],
+    [(0x08 | 0x40, " (it is too hot)"), (0x80, " (its power supply slows it down)"), (1, ""), (None, "")],
 )
 def test_slowed_down_gpu_is_not_granted_and_its_holder_keeps_it(reasons: int | None, causes: str) -> None:
     why = f"its clocks have been lowered by the hardware for minutes{causes}: check its cooling and power supply"

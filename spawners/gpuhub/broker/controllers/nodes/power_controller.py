@@ -1,6 +1,6 @@
 """The power controller: wakes sleeping nodes that the queue needs, and puts idle ones to sleep.
 
-A node takes no work from the moment at which it is told to sleep, and is not asked to before the ledger and its Docker
+A node takes no work from the moment at which it is put to sleep, and is not asked to before the ledger and its Docker
 daemon show that nothing runs there. After waking it is proven to be empty as after any other silence.
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 #: Interval of the checks, seconds.
 CHECK_PERIOD_S = 2.0
-#: Time after which a node that was told to sleep must have stopped answering, seconds.
+#: Time after which a node that was put to sleep must have stopped answering, seconds.
 STOP_TIMEOUT_S = 180.0
 #: Interval of magic packets, which may get lost, while a node is being woken, seconds.
 RESEND_PERIOD_S = 10.0
@@ -117,7 +117,7 @@ class PowerController:
         if not record.is_up:
             raise Conflict(f"node {node} does not answer: {record.unreachable_reason}")
         await self._prepare_sleep(node)
-        self._start(node, self._tell_to_sleep(node, f"by {by}"))
+        self._start(node, self._send_to_sleep(node, f"by {by}"))
 
     # -- one node -------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class PowerController:
             await self._core.set_power(power.begin(PowerState.ASLEEP, self._now()))
             self._add_event("power.asleep", f"node {node} is asleep", node)
         elif elapsed_s > STOP_TIMEOUT_S:
-            await self._note_refusal(node, f"it still answers {format_span(STOP_TIMEOUT_S)} after it was told to sleep")
+            await self._note_refusal(node, f"it still answers {format_span(STOP_TIMEOUT_S)} after it was put to sleep")
 
     async def _note_awake(self, node: str, power: PowerStatus, elapsed_s: float) -> None:
         was_woken = power.state is PowerState.WAKING and node in self._woken
@@ -215,7 +215,7 @@ class PowerController:
             log.info("node %s does not go to sleep yet: %s", node, error)
             self._sleep_from[node] = self._core.clock.monotonic() + CONTAINER_PAUSE_S
             return
-        await self._tell_to_sleep(node, why)
+        await self._send_to_sleep(node, why)
 
     async def _prepare_sleep(self, node: str) -> None:
         """Keep new work from a node, and check that there is none; otherwise let it take work again.
@@ -248,7 +248,7 @@ class PowerController:
                 return f"a container of gpuhub runs there ({kind or raw['Id'][:12]})"
         return None
 
-    async def _tell_to_sleep(self, node: str, why: str) -> None:
+    async def _send_to_sleep(self, node: str, why: str) -> None:
         self._add_event("power.stopping", f"node {node} is put to sleep {why}", node)
         try:
             await self._switch_off(self._daemons, self._core.cluster.node(node), self._settings(node))
