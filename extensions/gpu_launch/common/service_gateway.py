@@ -174,7 +174,7 @@ class ServiceGateway:
             return web.Response(status=503, text=text, headers={"Retry-After": "2"})
         except aiohttp.ClientError as error:
             if response.prepared and request.transport is not None:
-                # The answer has begun: a broken connection alone tells the client that it is not whole.
+                # The answer has begun: a broken connection alone tells the client that it is incomplete.
                 request.transport.abort()
                 return response
             return web.Response(status=502, text=f"gpuhub's broker has closed the connection ({error}); try again\n")

@@ -172,7 +172,7 @@ class GrowingLog:
 class RunLogs:
     """All output of a run, or one rank's stdout and stderr of the latest start, from byte `offset` on.
 
-    With `tail`, only the last so many bytes of what a run has written so far, and what follows.
+    With `tail`, only the last `tail` bytes of what a run has written so far, and what follows.
     """
 
     def __init__(self, folder: Path, *, offset: int, rank: int | None, per_node: int, tail: int | None = None) -> None:

@@ -153,7 +153,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         group = BrokerWorkerGroup(plan, run_folder.open_run(env.home, self.run_id), env=env, broker=broker)
         group.attach(self.job_id)
         self.group = group
-        # `n` stays what was asked for, with an engine in the notebook that may be gone: so many a restart starts.
+        # `n` stays what was asked for, with an engine in the notebook that may be gone: a restart starts this number.
         self.notify_start({"run": self.run_id, "n": len(job.workers)})
         return self
 

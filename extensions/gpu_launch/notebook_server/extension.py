@@ -82,7 +82,7 @@ class IdleReporter:
             state = self._collect(await self._call(self._find_programs))
             answer = await self._call(partial(self._broker.report_activity, self._lease, **state))
         except BrokerError as error:
-            self._server.log.info("The broker was not told of this notebook's activity: %s", error)
+            self._server.log.info("This notebook's activity could not be reported to the broker: %s", error)
             return _RETRY_S
         self.idle = answer["idle"]
         self.gpu_problems = [str(problem) for problem in answer.get("gpu_problems", ())]

@@ -342,7 +342,7 @@ class RankMonitor:
             case "leaving":
                 node.is_terminating = True
             case "exit":
-                node.code, node.failure_note = message["code"], message["said"]
+                node.code, node.failure_note = message["code"], message["note"]
                 for end in message["ends"]:
                     self._record_end(end, now)
 

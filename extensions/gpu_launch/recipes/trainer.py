@@ -58,7 +58,7 @@ class TrainingResult:
     held_out_loss: float | None
     #: Tokens that all ranks trained on, for each second.
     tokens_per_s: float
-    #: The training was told to end before its last step; its checkpoint continues it.
+    #: The training was asked to end before its last step; its checkpoint continues it.
     is_interrupted: bool
 
 

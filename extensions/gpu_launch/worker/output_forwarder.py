@@ -83,7 +83,7 @@ class OutputForwarder:
                 self._send(sender, "progress", **progress)
             if code is not None:
                 ends = [asdict(self._rank_end(end)) for end in self._runner.exits()]
-                self._send(sender, "exit", code=code, ends=ends, said=self._runner.failure_note())
+                self._send(sender, "exit", code=code, ends=ends, note=self._runner.failure_note())
         finally:
             self._gpus.stop()
             self._tail.close()

@@ -22,7 +22,7 @@ _REPLACE_DEADLINE_S = 20.0
 _SUBNET_DEADLINE_S = 10.0
 _ROUTE_DEADLINE_S = 5.0
 #: Time after which no further attempt is made to connect a container to an overlay, and the pause between two, seconds.
-#: For up to 50 s after a network partition a node hears nothing of the leader. Then another may be elected, which
+#: For up to 50 s after a network partition a node receives nothing from the leader. Then another may be elected, which
 #: takes up to 20 s, and nodes find it after up to 15 s.
 _JOIN_DEADLINE_S, _JOIN_PAUSE_S = 150.0, 1.0
 #: Docker's texts for attempts that failed in Swarm.

@@ -1,4 +1,4 @@
-"""What a job or a notebook used of its GPUs: time, mean use, memory, energy and money, and what is said about it.
+"""What a job or a notebook used of its GPUs: time, mean use, memory, energy and money, and the texts about it.
 
 Energy is the difference of NVML's counter, which counts since the driver was loaded. Where a GPU has no counter, or it
 began again (driver reloaded, machine rebooted), and for parts of a GPU, energy is an estimate.

@@ -37,7 +37,7 @@ _CHECK_PERIOD_S = 1.0
 RECOVERY_CHECK_PERIOD_S = 3.0
 #: Longest attempt, seconds.
 _ATTEMPT_TIMEOUT_S = 5.0
-#: Longest time for which Docker may tell nothing of a container that starts, seconds; attempts to connect end sooner.
+#: Longest time for which Docker may report nothing of a container that starts, seconds; attempts to connect end sooner.
 _SILENCE_S = 120.0
 #: Longest version that is passed on to JupyterHub, which parses it, characters.
 _MAX_VERSION = 64
@@ -49,11 +49,11 @@ async def wait_container_ready(
 ) -> None:
     """Return as soon as the notebook in a container answers (see `wait_until_ready`).
 
-    Docker tells nothing of a container while it connects it to a network, which may take long.
+    Docker reports nothing of a container while it connects it to a network, which may take long.
 
     Raises:
         GpuhubError: The container has ended.
-        NodeSilent: Docker has told nothing of it for two minutes.
+        NodeSilent: Docker has reported nothing of it for two minutes.
     """
     loop = asyncio.get_running_loop()
     told_at = loop.time()

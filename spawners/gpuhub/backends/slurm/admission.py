@@ -87,18 +87,18 @@ def refuse_lease(cluster: ClusterSettings, site: SlurmSite | None, lease: LeaseR
     Raises:
         InvalidRequest: With what there is.
     """
-    ask = lease.resources
-    wish = JobShape(
-        nodes=ask.least_nodes,
-        gpus_per_node=0 if ask.spread is not None else ask.gpus_per_node,
-        spread=ask.spread,
-        models=ask.models,
-        cpus=ask.cpu_milli / 1000,
-        memory_mib=ask.memory_mib,
+    resources = lease.resources
+    shape = JobShape(
+        nodes=resources.least_nodes,
+        gpus_per_node=0 if resources.spread is not None else resources.gpus_per_node,
+        spread=resources.spread,
+        models=resources.models,
+        cpus=resources.cpu_milli / 1000,
+        memory_mib=resources.memory_mib,
         time_limit_s=lease.time_limit_s,
         terms=find_terms(cluster.slurm, cluster.profile(lease.profile or "")),
     )
-    mistakes = [] if site is None else check_job_shape(cluster, site, wish)
+    mistakes = [] if site is None else check_job_shape(cluster, site, shape)
     if mistakes:
         raise InvalidRequest("; ".join(mistakes))
 

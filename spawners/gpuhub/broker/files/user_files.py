@@ -108,7 +108,7 @@ class UserFiles:
     ) -> FileStream:
         """Return the output of a detached job from byte `offset` on; with `follow`, until the job has ended.
 
-        With `tail`, only the last so many bytes of what it has written so far.
+        With `tail`, only the last `tail` bytes of what it has written so far.
 
         Raises:
             InvalidRequest: `tail` is for the output of all ranks together.

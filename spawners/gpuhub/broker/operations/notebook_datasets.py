@@ -42,7 +42,7 @@ class LeaseStaging:
         self._core = core
         self._stage = stage
         self._transfers: dict[str, _Transfer] = {}
-        #: When the spawner was last told that the datasets are there, by lease; monotonic.
+        #: When the spawner last learned that the datasets are there, by lease; monotonic.
         self._ready: dict[str, float] = {}
 
     async def stage(self, caller: Identity, lease_id: str, wait_s: float) -> StagingView:

@@ -128,14 +128,14 @@ class EventLog:
     async def flush(self) -> None:
         """Write all events so far, and wait for a call that is still writing; what cannot be written is kept."""
         async with self._writing:
-            told, self._buffer = self._buffer, []
-            if not told:
+            events, self._buffer = self._buffer, []
+            if not events:
                 return
             try:
-                await asyncio.to_thread(self._save, told)
+                await asyncio.to_thread(self._save, events)
             except Unavailable as error:
-                log.warning("%d events are written later: %s", len(told), error)
-                self._buffer = told + self._buffer
+                log.warning("%d events are written later: %s", len(events), error)
+                self._buffer = events + self._buffer
 
     async def close(self) -> None:
         """Write all events now, and end the log."""

@@ -180,11 +180,11 @@ def note_lost_devices(node: str) -> Edit:
     """Note for the owners of GPUs on a node that their containers have lost access to them, and the remedy."""
 
     def edit(transaction: Transaction) -> None:
-        told = f"its container on {node} has lost its GPU, as when systemd is reloaded there: restart your server"
+        note = f"its container on {node} has lost its GPU, as when systemd is reloaded there: restart your server"
         for lease in list(transaction.leases.values()):
             if lease.state in lease_states.LIVE and any(gpu.node == node for gpu in lease.held):
-                transaction.put_lease(lease_states.set_note(lease, told))
-                transaction.add_event("gpu.lost", told, owner=lease.owner, lease=lease.id)
+                transaction.put_lease(lease_states.set_note(lease, note))
+                transaction.add_event("gpu.lost", note, owner=lease.owner, lease=lease.id)
 
     return edit
 

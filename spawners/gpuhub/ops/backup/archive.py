@@ -183,7 +183,7 @@ class _BoundedReader(io.RawIOBase):
         return True
 
     def allow(self, limit: int) -> None:
-        """Allow so many bytes from here on."""
+        """Allow this number of bytes from here on."""
         self._left = limit
 
     def read(self, size: int = -1, /) -> bytes:

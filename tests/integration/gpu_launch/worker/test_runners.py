@@ -203,7 +203,7 @@ def test_full_disk_fails_the_rank_and_is_reported(node, monkeypatch):
         message = node.launch(node.script("print('x' * 100)"))
     (end,) = message["ends"]
     assert "No space left on device" in end["error"]
-    assert message["said"].startswith("The disk or the quota of the log files is full")
+    assert message["note"].startswith("The disk or the quota of the log files is full")
     assert node.launch(node.script("print('again')"))["code"] == 0
 
 
@@ -220,7 +220,7 @@ def test_dead_fork_server_ends_its_ranks_and_is_replaced(node):
     node.server._process.kill()
     message = node.end()
     assert message["code"] == 1
-    assert message["said"].startswith("The fork server has ended")
+    assert message["note"].startswith("The fork server has ended")
     wait_gone(pid)
     assert node.launch(node.script("print('again')"))["code"] == 0
 

@@ -71,7 +71,7 @@ def test_equal_lines_are_merged_and_others_delayed_briefly():
     ]
     assert ranks.process(both, 0.0) == [("stdout", "[ranks 0-1 ×2] same\n")]
     assert ranks.process([], 0.2) == [("stdout", "[rank 0 · rig1] mine\n")]
-    ranks.process([message("exit", node_rank=1, code=0, ends=[end(1, 0)], said="")], 0.3)
+    ranks.process([message("exit", node_rank=1, code=0, ends=[end(1, 0)], note="")], 0.3)
     assert ranks.process([message(entries=[[0, "stdout", 1, "last\n"]])], 0.3) == [("stdout", "[rank 0 · rig1] last\n")]
 
 
@@ -86,8 +86,8 @@ def test_first_failure_is_known_before_its_node_ends():
         [message(entries=[[0, "stderr", 1, f"{LEFT}\n"], [0, "stdout", 1, "so far\n"]])], 0.2, last=True
     )
     assert shown == [("stdout", "[rank 0 · rig1] so far\n")]
-    ends = [message("exit", code=1, ends=[end(0, error=LEFT, at_ns=5)], said=""),
-            message("exit", node_rank=1, code=1, ends=[end(1, None)], said="")]  # fmt: skip
+    ends = [message("exit", code=1, ends=[end(0, error=LEFT, at_ns=5)], note=""),
+            message("exit", node_rank=1, code=1, ends=[end(1, None)], note="")]  # fmt: skip
     ranks.process(ends, 0.3)
     assert (ranks.find_first_failure().rank, ranks.find_first_failure().exit_code) == (1, 1)
     assert ranks.describe_failure(logs="~/l").startswith(
@@ -119,7 +119,7 @@ def test_messages_of_newer_versions_are_ignored():
 def test_ranks_that_wait_for_peers_are_reported():
     """A rank that exits with 0 while others hang."""
     ranks = ranks_of(LaunchOptions())
-    ranks.process([message("exit", code=0, ends=[end(0, 0)], said=""), message(node_rank=1, entries=[])], 0.0)
+    ranks.process([message("exit", code=0, ends=[end(0, 0)], note=""), message(node_rank=1, entries=[])], 0.0)
     assert ranks.format_waiting() == ""
     ranks.process([], 2.0)
     assert ranks.format_waiting() == "rank 0 has finished, waiting for rank 1"
@@ -178,7 +178,7 @@ def test_failure_before_any_rank_shows_torchruns_message():
     """Such as a port in use."""
     ranks = ranks_of(LaunchOptions())
     ends = [{"rank": 0, "node": "rig1", "exit_code": None, "error": "", "at_ns": 0}]
-    ranks.process([message("exit", code=1, ends=ends, said="Address already in use")], 0.0)
+    ranks.process([message("exit", code=1, ends=ends, note="Address already in use")], 0.0)
     assert ranks.has_failed()
     assert "The ranks on rig1 could not be run: Address already in use" in ranks.describe_failure(logs="~/l")
 
@@ -334,7 +334,7 @@ def test_ended_and_running_nodes_are_known():
     ranks = ranks_of(LaunchOptions())
     ranks.process([message(entries=[]), message("leaving", node_rank=1)], 0.0)
     assert (ranks.terminating_nodes(), ranks.running_nodes()) == ({1}, {0, 1})
-    ranks.process([message("exit", node_rank=1, code=143, ends=[], said="")], 1.0)
+    ranks.process([message("exit", node_rank=1, code=143, ends=[], note="")], 1.0)
     assert (ranks.has_failed(), ranks.has_succeeded(), ranks.running_nodes()) == (True, False, {0})
     ranks.start_next_attempt()
     assert (ranks.terminating_nodes(), ranks.membership, ranks.attempt) == (frozenset(), None, 1)

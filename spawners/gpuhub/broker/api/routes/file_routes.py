@@ -28,7 +28,7 @@ RelativePath = Annotated[str, Query(max_length=1024, description="Path relative 
 Offset = Annotated[int, Query(ge=0, le=MAX_INT, description="First byte of the answer")]
 Rank = Annotated[int | None, Query(ge=0, le=65535, description="Only the output of this rank, from the latest start")]
 Tail = Annotated[
-    int | None, Query(ge=0, le=MAX_TAIL_BYTES, description="Only so many bytes from the end of the output so far")
+    int | None, Query(ge=0, le=MAX_TAIL_BYTES, description="At most this many bytes, from the end of the output so far")
 ]
 Follow = Annotated[bool, Query(description="Continue until the job has ended")]
 

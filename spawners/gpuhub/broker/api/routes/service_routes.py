@@ -37,7 +37,7 @@ HUB_PAGE = "/hub/gpuhub/services"
 _SERVICE_PARTS, _VISIT_PARTS = 0, 3
 
 ServiceName = Annotated[str, Path(max_length=64, description="Name of a service")]
-Lines = Annotated[int, Query(ge=1, le=MAX_LOG_LINES, description="Only so many lines from the end")]
+Lines = Annotated[int, Query(ge=1, le=MAX_LOG_LINES, description="At most this many lines, from the end")]
 
 
 async def get_operations(request: Request) -> ServiceOperations:

@@ -102,7 +102,7 @@ def check_docker(docker: DockerFacts) -> Iterator[Finding]:
         yield warning(
             "docker",
             f"{docker.version}: by its number, {'; '.join(vulnerabilities)}",
-            f"Docker {floor} mends them, and distributions patch older versions too; gpuhub uses neither. It was run "
+            f"Docker {floor} fixes them, and distributions patch older versions too; gpuhub uses neither. It was run "
             f"with {TESTED_DOCKER} only: try a newer one on one node first",
         )
     else:

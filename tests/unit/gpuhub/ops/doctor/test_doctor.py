@@ -316,7 +316,7 @@ def test_recorded_answer_of_docker_is_parsed() -> None:
 def test_advice_about_docker_says_what_was_run() -> None:
     """The newer version without the vulnerabilities is named, and that gpuhub was not run with it."""
     finding = next(iter(node_checks.check_docker(replace(GOOD_DOCKER, version="28.3.2"))))
-    assert "Docker 29.3.1 mends them" in finding.advice
+    assert "Docker 29.3.1 fixes them" in finding.advice
     assert "It was run with 20.10.24 only" in finding.advice
 
 
