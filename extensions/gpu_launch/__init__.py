@@ -1,7 +1,7 @@
 """gpu_launch: torchrun over several nodes from a notebook cell.
 
 `%load_ext gpu_launch` gives `%gpu_launch`, `%%gpu_launch` and the other magics; `gpu_launch.run` is the same as a
-function, and runs functions too; `gpu_launch.Executor` runs calls on standing workers. `gpu_launch.report` and
+function, and runs functions too; `gpu_launch.Executor` runs calls on long-lived workers. `gpu_launch.report` and
 `gpu_launch.balance` are for the ranks.
 """
 

@@ -50,7 +50,7 @@ _Events = queue.SimpleQueue[_Event]
 
 
 class Executor(StandardExecutor):
-    """Runs calls on standing workers with GPUs, as `concurrent.futures.ProcessPoolExecutor` does on processes.
+    """Runs calls on long-lived workers with GPUs, as `concurrent.futures.ProcessPoolExecutor` does on processes.
 
         with gpu_launch.Executor(max_workers=3, model="RTX 5090") as executor:
             losses = list(executor.map(train, [0.1, 0.01, 0.001]))

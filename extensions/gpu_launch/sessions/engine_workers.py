@@ -1,4 +1,4 @@
-"""Standing workers for calls: ipyparallel's engines, each in a container of its own with its GPUs."""
+"""Long-lived workers for calls: ipyparallel's engines, each in a container of its own with its GPUs."""
 
 from __future__ import annotations
 

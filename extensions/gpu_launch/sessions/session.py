@@ -24,7 +24,7 @@ from gpu_launch.sessions.channel import ControlMessage, ControlServer, CountingR
 
 #: Shorter cells show only their output, seconds.
 _SHORT_S = 1.0
-_CONTROL, _MODULE = "standing.json", "gpu_launch.sessions.rank_main"
+_CONTROL, _MODULE = "session.json", "gpu_launch.sessions.rank_main"
 _JOIN_TIMEOUT_S = 180.0  # seconds for all started ranks to join the group
 _PING_S = 1.0  # seconds between pings of the ranks
 _DISCONNECTED_S = (

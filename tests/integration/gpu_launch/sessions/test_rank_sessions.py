@@ -37,7 +37,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.control = ControlServer("127.0.0.1")
-        self.path = folder / "standing.json"
+        self.path = folder / "session.json"
         self.control.write_credentials(self.path)
         self.logs = folder
         port = str(free_port())
@@ -189,8 +189,8 @@ def test_value_that_cannot_be_unpickled_fails_the_cell(ranks: Ranks) -> None:
 def test_clients_without_the_key_cannot_connect(tmp_path: Path) -> None:
     """A client without the right key cannot connect, and a missing rank is reported as missing."""
     with contextlib.closing(ControlServer("127.0.0.1")) as control:
-        control.write_credentials(tmp_path / "standing.json")
-        secret = json.loads((tmp_path / "standing.json").read_text())
+        control.write_credentials(tmp_path / "session.json")
+        secret = json.loads((tmp_path / "session.json").read_text())
         public, private = zmq.curve_keypair()
         context = zmq.Context()
         stranger = context.socket(zmq.DEALER)
@@ -213,9 +213,9 @@ def test_clients_without_the_key_cannot_connect(tmp_path: Path) -> None:
 def test_rank_that_cannot_join_exits_with_an_error(tmp_path: Path) -> None:
     """The rank exits with an error."""
     with contextlib.closing(ControlServer("127.0.0.1")) as control:
-        control.write_credentials(tmp_path / "standing.json")
+        control.write_credentials(tmp_path / "session.json")
         process = subprocess.Popen(
-            [sys.executable, "-m", "gpu_launch.sessions.rank_main", str(tmp_path / "standing.json")],
+            [sys.executable, "-m", "gpu_launch.sessions.rank_main", str(tmp_path / "session.json")],
             env=os.environ | {"RANK": "0", "LOCAL_RANK": "0"},
             stderr=subprocess.PIPE,
         )

@@ -1,4 +1,4 @@
-"""Which launches a standing crew is for, and more workers for one that lacks some."""
+"""Which launches an idle worker pool is for, and more workers for one that lacks some."""
 
 from __future__ import annotations
 
