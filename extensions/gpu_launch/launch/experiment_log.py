@@ -136,7 +136,7 @@ class ExperimentLog:
                 self._reports.put_nowait((time.time_ns() // 10**6, step, metrics))
 
     def pop_notes(self) -> list[str]:
-        """Return the notes for the person that have come since the last call."""
+        """Return the notes for the user that have come since the last call."""
         notes = self._notes[:]
         del self._notes[: len(notes)]
         return notes

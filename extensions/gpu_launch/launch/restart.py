@@ -137,7 +137,7 @@ class RestartController:
         self._view.pump_until(lambda: not self._starter.is_busy())
 
     def end_with_checkpoints(self, change: MembershipChange, membership: Membership) -> None:
-        """Announce the change to the person and the ranks, and end the ranks after their checkpoints."""
+        """Announce the change to the user and the ranks, and end the ranks after their checkpoints."""
         job = self._group.job
         # Ranks that wait for a lost one in a collective cannot continue; what can be saved is saved quickly.
         grace_s = _LOST_S if change.lost is not None else checkpoint_seconds(job, datetime.now(UTC))

@@ -44,7 +44,7 @@ class RankStarter:
         self._restarts = 0
         #: Why a node cannot fork ranks; empty while none has refused.
         self._refusal = ""
-        #: For the person, oldest first.
+        #: For the user, oldest first.
         self._notes: list[str] = []
         self._error: BaseException | None = None
         self._is_confirmed = self._all_connected = self._was_sent = False
@@ -65,7 +65,7 @@ class RankStarter:
         return self._was_sent
 
     def pop_notes(self) -> list[str]:
-        """Return the notes for the person that have come since the last call."""
+        """Return the notes for the user that have come since the last call."""
         notes = self._notes[:]
         del self._notes[: len(notes)]
         return notes

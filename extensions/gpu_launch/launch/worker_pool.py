@@ -72,7 +72,7 @@ class WorkerPool:
         self.idle_since: float | None = None
         self.keep_s = 0.0
         self.has_started = self.is_freed = False
-        #: The person knows that it stays.
+        #: The user knows that it stays.
         self.was_announced = False
         self._replaced = replaced
         self.created_at = time.monotonic()
