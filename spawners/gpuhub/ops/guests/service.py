@@ -1,4 +1,4 @@
-"""The head node's service for guests: answers them in the tunnel, and lets broker and WireGuard follow.
+"""The head node's service for guests: answers them in the tunnel, and updates broker and WireGuard accordingly.
 
 A caller is known by its address: WireGuard accepts from each key its own address alone. A guest can join once, report
 whether its owner lends it now, and leave; nothing else.
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 #: Largest body of a request, bytes, and the time for it, seconds.
 MAX_BODY = 16 * 1024
 _BODY_S = 10.0
-#: Interval in which WireGuard and the broker are made to follow, seconds.
+#: Interval in which WireGuard and the broker are brought into agreement with the guests, seconds.
 SYNC_PERIOD_S = 1.0
 #: Time for an answer to arrive before the key with which it was asked is removed, seconds.
 _ANSWER_S = 1.0
@@ -105,7 +105,7 @@ def parse_available(raw: object) -> bool:
 
 
 class GuestService:
-    """Answers guests, and carries out what follows."""
+    """Answers guests, and keeps WireGuard, the broker and images in agreement with them."""
 
     def __init__(
         self,
@@ -210,10 +210,10 @@ class GuestService:
     def _grace_s(self) -> int:
         return round(self._cluster.scheduling.preempt_grace)
 
-    # -- what follows -----------------------------------------------------------------------------------------------
+    # -- synchronization --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Let WireGuard, the broker and images follow, until cancelled."""
+        """Bring WireGuard, the broker and images into agreement with the guests, until cancelled."""
         while True:
             try:
                 await self.sync()
@@ -222,17 +222,17 @@ class GuestService:
             await asyncio.sleep(SYNC_PERIOD_S)
 
     async def sync(self) -> None:
-        """Let everything follow once."""
+        """Bring everything into agreement once."""
         guests = [guest for guest in self._registry.read().values() if guest.is_valid(self._clock())]
         await asyncio.to_thread(self._interface.set_peers, guests)
         for guest in guests:
             available = self._available.get(guest.name)
             if available is not None and available == guest.is_paused:
-                await self._follow(guest.name, is_paused=not available)
+                await self._sync_pause(guest.name, is_paused=not available)
             if available:
                 self._send_images(guest.name)
 
-    async def _follow(self, name: str, *, is_paused: bool) -> None:
+    async def _sync_pause(self, name: str, *, is_paused: bool) -> None:
         """Pause or lend a guest as its owner wants; one that changes its mind too often waits for the last change."""
         try:
             self._changes.acquire(name)
@@ -338,10 +338,10 @@ async def _serve(service: GuestService, cluster: ClusterSettings) -> None:
             timeout_keep_alive=5,
         )
     )
-    following = asyncio.ensure_future(service.run())
+    syncing = asyncio.ensure_future(service.run())
     try:
         await server.serve()
     finally:
-        following.cancel()
+        syncing.cancel()
         with suppress(asyncio.CancelledError):
-            await following
+            await syncing

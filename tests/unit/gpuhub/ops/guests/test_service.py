@@ -78,5 +78,5 @@ async def test_a_guest_that_changes_its_mind_all_the_time_is_followed_less(
 
     monkeypatch.setattr(service, "_change_broker", change_broker)
     for number in range(1000):
-        await service._follow("mia", is_paused=number % 2 == 0)
+        await service._sync_pause("mia", is_paused=number % 2 == 0)
     assert followed == [True, False] * 5
