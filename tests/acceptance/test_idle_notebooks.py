@@ -328,7 +328,7 @@ def test_owner_lends_it_by_hand(product: Product, ada: User, node: str) -> None:
     assert re.search(r"^process ", read_live(product, node), re.MULTILINE)
 
 
-def test_a_scavenging_job_makes_way_and_goes_on(product: Product, ada: User, ben: User, node: str) -> None:
+def test_a_scavenging_job_is_suspended_and_continues(product: Product, ada: User, ben: User, node: str) -> None:
     """Ben's notebook gets the GPU of ada's job at once; when he stops, the job counts on where it was."""
     folder = product.paths.state / "homes" / "ada" / "counting"
     run_cell(ada, "!mkdir -p counting")

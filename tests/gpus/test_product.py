@@ -429,7 +429,7 @@ def read_job_suspension(user: Client) -> str | None:
     return None if suspension is None else str(suspension["state"])
 
 
-def test_scavenging_job_makes_way_and_goes_on(product: Gpus, start: Start) -> None:
+def test_scavenging_job_is_suspended_and_continues(product: Gpus, start: Start) -> None:
     """At random moments eve gets its GPU and fills it; the job's results are those of an uninterrupted run."""
     ada, eve, notebook = product.users["ada"], product.users["eve"], start("ada", "cpu")
     notebook.run("!rm -f enough seen.txt whole.txt")

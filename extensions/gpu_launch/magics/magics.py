@@ -88,7 +88,10 @@ class GpuLaunchMagics(Magics):
         env = environment.read()
         try:
             logs.show_logs(
-                logs.parse_arguments(words), home=env.home, write=_write, goes_on=lambda run: own_jobs.has_job(env, run)
+                logs.parse_arguments(words),
+                home=env.home,
+                write=_write,
+                will_restart=lambda run: own_jobs.has_job(env, run),
             )
         except KeyboardInterrupt:
             sys.stdout.write("\nstopped following; the run continues\n")

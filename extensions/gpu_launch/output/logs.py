@@ -198,7 +198,7 @@ def show_logs(
     *,
     home: Path,
     write: Callable[[str, str], None],
-    goes_on: Callable[[str], bool] = lambda _run_id: False,
+    will_restart: Callable[[str], bool] = lambda _run_id: False,
 ) -> None:
     """Write (stream, text) of the run's output so far, and with `follow` of its later output.
 
@@ -206,7 +206,7 @@ def show_logs(
         request: Run, ranks and lines to show.
         home: The user's home.
         write: Receives stream and text.
-        goes_on: Returns whether a cancelled run will start again: only the broker knows that it was preempted.
+        will_restart: Returns whether a cancelled run will start again: only the broker knows that it was preempted.
 
     Raises:
         UsageError: There is no such run or rank.
@@ -220,7 +220,7 @@ def show_logs(
     for file in files:
         write(file.stream, "".join(file.read_last(request.lines)))
     if request.follow:
-        _follow(run, request.rank, files, write, goes_on)
+        _follow(run, request.rank, files, write, will_restart)
     for file in files:
         write(file.stream, file.read_unfinished())
 
@@ -236,11 +236,11 @@ def _follow(
     rank: int | None,
     files: list[_LogFile],
     write: Callable[[str, str], None],
-    goes_on: Callable[[str], bool],
+    will_restart: Callable[[str], bool],
 ) -> None:
     while True:
         # Checked before reading, so that output written before the end is read after it.
-        has_ended = is_over(run) and not (was_cancelled(run) and goes_on(run.run_id))
+        has_ended = is_over(run) and not (was_cancelled(run) and will_restart(run.run_id))
         known_paths = {file.path for file in files}
         files += [file for file in _open_files(run, rank) if file.path not in known_paths]
         for file in files:

@@ -298,7 +298,7 @@ def suspend(container: str, gpu: Gpu, max_mib: int, driver: CheckpointDriver) ->
             refuse(f"its GPU was not empty afterwards: {use}")
     except Outcome:
         file.show()
-        _go_on(moved, driver)
+        _resume_processes(moved, driver)
         raise
     return sum(on_gpu.values())
 
@@ -320,15 +320,15 @@ def _stop(moved: Sequence[int], states: dict[int, int], driver: CheckpointDriver
     """Lock all processes, then move the memory of each; after a refusal all continue."""
     for pid in moved:
         if states[pid] == RUNNING and (result := driver.lock(pid)) != SUCCESS:
-            _go_on(moved, driver)
+            _resume_processes(moved, driver)
             refuse(f"{read_name(pid)} cannot be stopped: {driver.describe(result)}")
     for pid in moved:
         if states[pid] != CHECKPOINTED and (result := driver.checkpoint(pid)) != SUCCESS:
-            _go_on(moved, driver)
+            _resume_processes(moved, driver)
             refuse(f"the GPU memory of {read_name(pid)} cannot be moved: {driver.describe(result)}")
 
 
-def _go_on(pids: Sequence[int], driver: CheckpointDriver) -> None:
+def _resume_processes(pids: Sequence[int], driver: CheckpointDriver) -> None:
     """Let processes continue from whatever state they are in.
 
     Raises:
@@ -363,7 +363,7 @@ def resume(container: str, gpu: Gpu, driver: CheckpointDriver) -> int:
     if foreign or (not set(gpu.list_processes()) and gpu.explain_use() is not None):
         raise Outcome("busy", f"its GPU is in use: {gpu.explain_use()}")
     DeviceFile(pids[0], gpu.device).show()
-    _go_on(moved, driver)
+    _resume_processes(moved, driver)
     return sum(used for pid, used in gpu.list_processes().items() if pid in pids)
 
 

@@ -139,12 +139,12 @@ def test_follow_continues_through_a_preemption(home, monkeypatch):
     )
     asked = []
 
-    def goes_on(run_id: str) -> bool:
+    def will_restart(run_id: str) -> bool:
         asked.append(run_id)
         return len(asked) < 3
 
     screen = Screen()
-    logs.show_logs(logs.parse_arguments(["-f"]), home=home, write=screen, goes_on=goes_on)
+    logs.show_logs(logs.parse_arguments(["-f"]), home=home, write=screen, will_restart=will_restart)
     assert asked == [run.run_id] * 3
     assert screen.all() == "[rank 0] begun\n"
 

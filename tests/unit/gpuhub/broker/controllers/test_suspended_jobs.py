@@ -87,7 +87,7 @@ async def scene(
         yield Scene(running)
 
 
-async def test_a_job_makes_way_and_goes_on(scene: Scene) -> None:
+async def test_a_job_is_suspended_and_continues(scene: Scene) -> None:
     """ben's notebook gets the GPU; the job waits for this GPU with its time standing still, and continues after him."""
     await scene.start(time_limit_s=HOUR)
     ends_at = (await read(scene.running, "ada", scene.path))["lease"]["expires_at"]
