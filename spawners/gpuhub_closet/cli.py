@@ -12,7 +12,8 @@ import click
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
 from gpuhub.ops.deploy.programs import Supervisor
-from gpuhub_closet import docker_daemons, layouts, slurm_daemons, slurm_setup
+from gpuhub_closet import docker_daemons, layouts
+from gpuhub_closet.slurm import slurm_daemons, slurm_setup
 
 _instance_option = click.option(
     "--instance", default=DEFAULT_INSTANCE, show_default=True, help="Name of the gpuhub instance."

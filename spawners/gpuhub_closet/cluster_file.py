@@ -14,8 +14,8 @@ from pathlib import Path
 
 from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
 from gpuhub.config import settings
-from gpuhub_closet import slurm_setup
 from gpuhub_closet.paths import node_paths
+from gpuhub_closet.slurm import slurm_setup
 from gpuhub_closet.topology import ClosetNode, ClosetPlan, SimulatedGpu
 
 NOTICE = "Practice closet: the GPUs are simulated, and training runs on the CPU."

@@ -16,14 +16,9 @@ import requests
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.common.required_programs import find_missing_packages
-from gpuhub_closet import (
-    docker_daemons,
-    driver,
-    gpu_state,
-    network,
-    slurm_daemons,
-)
+from gpuhub_closet import docker_daemons, driver, gpu_state, network
 from gpuhub_closet.paths import cgroup_name, node_paths, run_folder
+from gpuhub_closet.slurm import slurm_daemons
 from gpuhub_closet.topology import ClosetNode, ClosetPlan
 
 _CGROUPS = Path("/sys/fs/cgroup")

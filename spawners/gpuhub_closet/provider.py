@@ -14,7 +14,8 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.deploy import programs
 from gpuhub.ops.deploy.programs import Program, Supervisor
-from gpuhub_closet import cluster_file, docker_daemons, layouts, lifecycle, slurm_daemons, slurm_setup
+from gpuhub_closet import cluster_file, docker_daemons, layouts, lifecycle
+from gpuhub_closet.slurm import slurm_daemons, slurm_setup
 from gpuhub_closet.topology import ClosetPlan
 
 

@@ -25,7 +25,7 @@ import httpx
 from gpuhub.common import names
 from gpuhub_closet.layouts import build_plan
 from gpuhub_closet.paths import node_paths
-from gpuhub_closet.slurm_setup import build_slurm_config
+from gpuhub_closet.slurm.slurm_setup import build_slurm_config
 from tests.bench.product import Product, paired_ratio, print_progress, running
 from tests.bench.spawn import click_to_lab, log_in
 from tests.support.browser.chromium import WHOLE, chromium

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpuhub.common import names
 from gpuhub_closet.layouts import build_plan
-from gpuhub_closet.slurm_setup import build_slurm_config
+from gpuhub_closet.slurm.slurm_setup import build_slurm_config
 from gpuhub_closet.topology import ClosetPlan
 from tests.support.closet.observer import Observer, find_overused_gpus
 from tests.support.hub.browser import Product

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from gpuhub.config import settings
-from gpuhub_closet import docker_daemons, slurm_daemons
+from gpuhub_closet import docker_daemons
+from gpuhub_closet.slurm import slurm_daemons
 from tests.acceptance.slurm.servers import find_lease, is_gone, lease_of, start, stop
 from tests.acceptance.slurm.slurm_commands import SlurmObserver
 from tests.support.hub.browser import INSTANCE, Product

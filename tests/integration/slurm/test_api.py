@@ -21,7 +21,7 @@ from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, Slu
 from gpuhub.slurm_client.parsers import expand_hosts
 from gpuhub.slurm_client.rest import SlurmRestClient, TokenKey
 from gpuhub.slurm_client.submission import HOLDER_SCRIPT
-from gpuhub_closet.slurm_config import SlurmPartitionConfig
+from gpuhub_closet.slurm.slurm_config import SlurmPartitionConfig
 from tests.support.slurm.daemons import wait, wait_saved
 from tests.support.slurm.site import SlurmSite, slurm_site
 

@@ -12,7 +12,7 @@ from gpuhub.ops.doctor.slurm.slurm_checks import check_slurm
 from gpuhub.ops.doctor.slurm.slurm_queries import check_munge, read_slurm_facts
 from gpuhub.slurm_client.factory import make_client
 from gpuhub.slurm_client.site import check_site
-from gpuhub_closet.slurm_config import SlurmPartitionConfig
+from gpuhub_closet.slurm.slurm_config import SlurmPartitionConfig
 from tests.support.clusters import build_cluster
 from tests.support.slurm.site import SlurmSite, slurm_site
 

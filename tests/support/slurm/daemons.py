@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuhub_closet.slurm_config import SlurmConfig
+from gpuhub_closet.slurm.slurm_config import SlurmConfig
 from tests.support.product import wait_for
 
 DEADLINE_S = 60.0

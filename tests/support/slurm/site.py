@@ -21,8 +21,8 @@ from pathlib import Path
 from gpuhub.config.slurm import SlurmSettings
 from gpuhub.ops.slurm.files import format_cgroup_conf
 from gpuhub.slurm_client.models import Submitter
-from gpuhub_closet import slurm_config
-from gpuhub_closet.slurm_config import (
+from gpuhub_closet.slurm import slurm_config
+from gpuhub_closet.slurm.slurm_config import (
     SlurmAccount,
     SlurmAccountingConfig,
     SlurmConfig,
@@ -164,13 +164,13 @@ def slurm_site(
 
     Args:
         port: slurmctld's on loopback. The nodes sx1, sx2, … have the next ones, then come slurmdbd and slurmrestd.
-        nodes: for each the types of its GPUs by index, as `gpuhub_closet.slurm_config.SlurmNodeConfig` has them.
+        nodes: for each the types of its GPUs by index, as `gpuhub_closet.slurm.slurm_config.SlurmNodeConfig` has them.
         users: names and numbers.
         has_accounts: slurmdbd and a MariaDB, with an account `lab` that all users are in.
         has_rest: slurmrestd, and tokens.
         cpus: of each node, whatever this machine has.
         memory_mib: of each node, whatever this machine has.
-        partitions: as in `gpuhub_closet.slurm_config`.
+        partitions: as in `gpuhub_closet.slurm.slurm_config`.
         epilog: run as root at each job's end.
         kill_wait_s: between SIGTERM and SIGKILL.
         min_job_age_s: how long slurmctld tells of ended jobs.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuhub_closet.slurm_setup import EPILOG
+from gpuhub_closet.slurm.slurm_setup import EPILOG
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuhub.common.errors import SettingsError
-from gpuhub_closet.slurm_config import (
+from gpuhub_closet.slurm.slurm_config import (
     SlurmAccount,
     SlurmAccountingConfig,
     SlurmConfig,

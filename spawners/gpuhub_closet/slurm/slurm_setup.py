@@ -19,7 +19,7 @@ from gpuhub.config.users import identity
 from gpuhub.config.users.users import UserSettings
 from gpuhub_closet import shell
 from gpuhub_closet.paths import node_paths, slurm_folder
-from gpuhub_closet.slurm_config import (
+from gpuhub_closet.slurm.slurm_config import (
     SlurmAccount,
     SlurmConfig,
     SlurmNodeConfig,
@@ -34,7 +34,7 @@ NODE_CPUS = 8
 NODE_MEMORY_MIB = 32768
 #: Short, so that the loss of a node can be observed, seconds.
 SLURMD_TIMEOUT_S = 30
-EPILOG = Path(__file__).parents[1] / "gpuhub" / "slurm_client" / "epilog.sh"
+EPILOG = Path(__file__).parents[2] / "gpuhub" / "slurm_client" / "epilog.sh"
 #: The user of slurmrestd, which refuses to run as root or as Slurm's own user.
 REST_USER = SlurmAccount(name="slurmrest", uid=61099, home=Path("/nonexistent"))
 

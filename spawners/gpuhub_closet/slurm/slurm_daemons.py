@@ -17,7 +17,7 @@ from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
 from gpuhub_closet import shell
 from gpuhub_closet.paths import slurm_folder
-from gpuhub_closet.slurm_setup import (
+from gpuhub_closet.slurm.slurm_setup import (
     REST_USER,
     build_slurm_config,
     closet_marker,

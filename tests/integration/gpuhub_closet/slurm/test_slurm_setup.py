@@ -12,10 +12,11 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.users.users import UserSettings
 from gpuhub.ops.deploy import cluster_choice
-from gpuhub_closet import provider, slurm_daemons, slurm_setup
+from gpuhub_closet import provider
 from gpuhub_closet.cluster_file import SLURM_API, format_cluster
 from gpuhub_closet.layouts import build_plan
-from gpuhub_closet.slurm_config import format_gres_conf, format_slurm_conf
+from gpuhub_closet.slurm import slurm_daemons, slurm_setup
+from gpuhub_closet.slurm.slurm_config import format_gres_conf, format_slurm_conf
 
 INSTANCE = "unittest"
 PRACTICE = cluster_choice.ClusterChoice(origin=cluster_choice.ClusterOrigin.PROVIDER, cluster_file=Path("closet.toml"))

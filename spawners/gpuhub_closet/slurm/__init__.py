@@ -1,0 +1,1 @@
+"""The practice closet's Slurm: its files, and its daemons."""
