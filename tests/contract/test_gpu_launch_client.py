@@ -21,7 +21,7 @@ from gpu_launch.broker.own_jobs import cancel_jobs
 from gpu_launch.common import run_folder
 from gpu_launch.errors import BrokerError
 from gpu_launch.launch.plan import make_plan
-from gpu_launch.launch.worker_group import BrokerWorkerGroup
+from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup
 from gpuhub.broker.admission import submit
 from gpuhub.broker_api.schemas import JobRequest, JobState, WorkerState
 from gpuhub.config.settings import SchedulingSettings

@@ -12,7 +12,7 @@ import pytest
 
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.errors import BrokerError
-from gpu_launch.launch.worker_group import BrokerWorkerGroup
+from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup
 from gpuhub.broker_api.schemas import IdleView, SuspensionView
 from gpuhub.common import names
 from gpuhub.config.settings import IdleSettings

@@ -37,8 +37,8 @@ from gpu_launch.launch import request as checks
 from gpu_launch.launch.launch import Launch
 from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest
-from gpu_launch.launch.worker_group import end_local_worker, start_local_worker
-from gpu_launch.launch.worker_pool import WorkerPool
+from gpu_launch.launch.workers.local_worker import end_local_worker, start_local_worker
+from gpu_launch.launch.workers.worker_pool import WorkerPool
 from gpu_launch.options.command import parse_words
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text as render

@@ -20,7 +20,7 @@ from gpu_launch.worker import agent
 from gpu_launch.worker.debugger_client import USAGE, DebuggerAnswer
 
 if TYPE_CHECKING:
-    from gpu_launch.launch.agent_client import AgentClient
+    from gpu_launch.launch.workers.agent_client import AgentClient
     from gpu_launch.output.rank_monitor import RankMonitor
     from gpu_launch.output.screens import Screen
 

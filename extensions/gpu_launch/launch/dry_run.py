@@ -22,7 +22,7 @@ from gpu_launch.errors import BrokerError
 from gpu_launch.launch.launch import prepare
 from gpu_launch.launch.plan import LaunchPlan, free_nodes
 from gpu_launch.launch.request import ValidatedRequest, build_prediction_key, build_spec, find_mode
-from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
+from gpu_launch.launch.workers.worker_pool import WorkerPool, worker_pools
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text as render
 from gpu_launch.prediction import report as prediction

@@ -25,7 +25,7 @@ from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch import plan as plan_module
 from gpu_launch.launch.plan import LaunchPlan, find_model, fit, make_plan
-from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
+from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup, WorkerGroup
 
 _POLL_S = 0.02  # seconds between polls for the controller's connection file
 _SIGNAL_S = 10.0  # seconds for the controller to answer, and for all engines to confirm a signal

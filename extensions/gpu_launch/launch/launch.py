@@ -34,7 +34,7 @@ from gpu_launch.launch.stack_reporter import StackReporter
 from gpu_launch.launch.startup import RankStarter
 from gpu_launch.launch.state import LaunchResult, LaunchState, check_transition, write_status
 from gpu_launch.launch.view import LaunchView
-from gpu_launch.launch.worker_pool import WorkerPool, worker_pools
+from gpu_launch.launch.workers.worker_pool import WorkerPool, worker_pools
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import failure, text
 from gpu_launch.output.rank_monitor import RankMonitor

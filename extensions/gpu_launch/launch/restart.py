@@ -21,8 +21,8 @@ from gpu_launch.launch.membership import (
 from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.startup import RankStarter
 from gpu_launch.launch.view import LaunchView
-from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
-from gpu_launch.launch.worker_pool import WorkerPool
+from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup, WorkerGroup
+from gpu_launch.launch.workers.worker_pool import WorkerPool
 from gpu_launch.output.rank_monitor import STALLED_S, RankMonitor
 from gpu_launch.worker import agent
 

@@ -10,7 +10,7 @@ from gpu_launch.broker import models
 from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.startup import RankStarter, start_thread
 from gpu_launch.launch.view import LaunchView
-from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
+from gpu_launch.launch.workers.worker_pool import WorkerPool, choose_keep_s, worker_pools
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.worker import agent
 

@@ -21,7 +21,7 @@ from gpu_launch.worker import agent
 
 if TYPE_CHECKING:
     from gpu_launch.common.run_folder import RunFolder
-    from gpu_launch.launch.agent_client import AgentClient
+    from gpu_launch.launch.workers.agent_client import AgentClient
     from gpu_launch.output.rank_monitor import RankMonitor
 
 _CHECK_S = 1.0  # seconds between checks for a request

@@ -10,9 +10,9 @@ from dataclasses import replace
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo, StartMethod
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
-from gpu_launch.launch.agent_client import CALL_S
 from gpu_launch.launch.request import ValidatedRequest, build_spec, choose_start_method
-from gpu_launch.launch.worker_pool import WorkerPool
+from gpu_launch.launch.workers.agent_client import CALL_S
+from gpu_launch.launch.workers.worker_pool import WorkerPool
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.worker import agent
 from gpu_launch.worker.runners import torchrun

@@ -12,8 +12,8 @@ from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.secure_channel import OutputReceiver
 from gpu_launch.launch import plan as plan_module
 from gpu_launch.launch.request import ValidatedRequest
-from gpu_launch.launch.worker_group import WorkerGroup
-from gpu_launch.launch.worker_pool import WorkerPool
+from gpu_launch.launch.workers.worker_group import WorkerGroup
+from gpu_launch.launch.workers.worker_pool import WorkerPool
 from gpu_launch.output import text as render
 from gpu_launch.output.display_tabs import RankDisplay
 from gpu_launch.output.panel import PanelView

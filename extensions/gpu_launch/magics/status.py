@@ -17,7 +17,7 @@ from gpu_launch.common.job_manifest import JobStatus
 from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError
-from gpu_launch.launch.worker_pool import WorkerPoolView, worker_pools
+from gpu_launch.launch.workers.worker_pool import WorkerPoolView, worker_pools
 from gpu_launch.output import logs
 from gpu_launch.output import text as render
 from gpu_launch.output.screens import is_in_notebook

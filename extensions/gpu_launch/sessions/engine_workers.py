@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_launch.errors import LaunchFailed
-from gpu_launch.launch import ipp_controller
+from gpu_launch.launch.workers import ipp_controller
 from gpu_launch.output.screens import find_screen
 from gpu_launch.sessions import calls
 

@@ -15,7 +15,7 @@ from gpu_launch.common import network, run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch.launch import Launch
 from gpu_launch.launch.request import ValidatedRequest
-from gpu_launch.launch.worker_pool import WorkerPool, choose_keep_s, worker_pools
+from gpu_launch.launch.workers.worker_pool import WorkerPool, choose_keep_s, worker_pools
 from gpu_launch.output.display_tabs import RankDisplay
 from gpu_launch.output.panel import PanelView
 from gpu_launch.output.rank_monitor import SILENCE_S

@@ -46,7 +46,7 @@ def cpu_s() -> float:
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Launch once and return the measurements."""
     import gpu_launch
-    from gpu_launch.launch.worker_pool import worker_pools
+    from gpu_launch.launch.workers.worker_pool import worker_pools
 
     if order.get("fresh"):
         worker_pools.free_idle()

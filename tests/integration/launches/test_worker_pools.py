@@ -101,7 +101,7 @@ def test_workers_are_released_when_asked(notebook: Notebook) -> None:
     code, out, err = notebook.run(
         f"""
         {notebook.call("hello.py", nnodes=2)}
-        from gpu_launch.launch.worker_pool import worker_pools
+        from gpu_launch.launch.workers.worker_pool import worker_pools
         (view,) = worker_pools.list_views()
         print("POOL", view.nodes, len(view.jobs), view.is_busy, 0 < view.remaining_s <= 600)
         try:

@@ -21,7 +21,7 @@ from gpu_launch.common.network import Interface
 from gpu_launch.errors import GpuLaunchError, NetworkError, UsageError
 from gpu_launch.launch import request
 from gpu_launch.launch.request import LaunchRequest, validate
-from gpu_launch.launch.worker_group import check_job
+from gpu_launch.launch.workers.worker_group import check_job
 from gpu_launch.options import command
 from gpu_launch.prediction import figures, report
 from gpu_launch.training import diloco

@@ -10,7 +10,7 @@ import pytest
 from gpu_launch.errors import LaunchFailed
 from gpu_launch.launch import restart
 from gpu_launch.launch.restart import ScaleUp
-from gpu_launch.launch.worker_group import BrokerWorkerGroup
+from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup
 
 
 def request_times(scale_up: ScaleUp, times: int) -> list[str]:

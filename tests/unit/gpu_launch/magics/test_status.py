@@ -19,8 +19,9 @@ from gpu_launch.broker.holdings import LAUNCH
 from gpu_launch.common import exchange, job_manifest, run_folder
 from gpu_launch.detached import submit
 from gpu_launch.errors import UsageError
-from gpu_launch.launch import dry_run, worker_group
-from gpu_launch.launch.worker_pool import WorkerPoolView
+from gpu_launch.launch import dry_run
+from gpu_launch.launch.workers import worker_group
+from gpu_launch.launch.workers.worker_pool import WorkerPoolView
 from gpu_launch.magics import status
 from gpu_launch.options import command
 from gpu_launch.worker import nccl_env

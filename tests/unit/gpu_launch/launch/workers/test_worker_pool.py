@@ -16,8 +16,8 @@ from gpu_launch.common.launch_spec import Membership, StartMethod
 from gpu_launch.errors import UsageError
 from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, choose_start_method
-from gpu_launch.launch.worker_group import BrokerWorkerGroup
-from gpu_launch.launch.worker_pool import WorkerPool, WorkerPools
+from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup
+from gpu_launch.launch.workers.worker_pool import WorkerPool, WorkerPools
 from gpu_launch.options.launch_options import LaunchOptions
 
 ENV = environment.read({"GPUHUB_NODE": "rig1", "HOME": "/home/ada"})
@@ -183,7 +183,7 @@ def test_with_slurm_free_nodes_are_awaited_briefly(run, broker):
 
 def test_with_slurm_launch_with_own_gpus_starts_with_free_nodes(run, broker, monkeypatch):
     """And alone where nothing is: nobody waits for more."""
-    monkeypatch.setattr("gpu_launch.launch.worker_group.start_local_worker", lambda _: None)
+    monkeypatch.setattr("gpu_launch.launch.workers.worker_group.start_local_worker", lambda _: None)
     own = replace(ELASTIC, includes_notebook=True, exclude_nodes=("rig1",))
     broker.free, broker.polls_until_granted = ["rig2"], 3
     group = start_group(own, run, broker)

@@ -12,9 +12,9 @@ from typing import Any
 
 from gpu_launch.common.launch_spec import Membership, NodeInfo
 from gpu_launch.errors import LaunchFailed
-from gpu_launch.launch import ipp_controller
 from gpu_launch.launch.membership import format_silent_nodes
-from gpu_launch.launch.worker_group import WorkerGroup
+from gpu_launch.launch.workers import ipp_controller
+from gpu_launch.launch.workers.worker_group import WorkerGroup
 from gpu_launch.worker import agent
 
 #: Engines send a heartbeat every 100 ms, so that they are noticed at once; they are gone after 10 s of silence.

@@ -13,7 +13,7 @@ import time
 from gpu_launch.worker import processes
 
 #: Starts it, as ipyparallel's `controller_cmd`.
-COMMAND = (sys.executable, "-m", "gpu_launch.launch.ipp_controller")
+COMMAND = (sys.executable, "-m", "gpu_launch.launch.workers.ipp_controller")
 _POLL_S = 0.5  # seconds between checks of the parent
 
 

@@ -6,9 +6,7 @@ Independent of ipyparallel, and thread-safe.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -25,6 +23,7 @@ from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.errors import BrokerError, LaunchFailed
 from gpu_launch.launch.membership import format_lost_worker
 from gpu_launch.launch.plan import LaunchPlan, free_nodes
+from gpu_launch.launch.workers.local_worker import end_local_worker, start_local_worker
 
 
 class WorkerGroup(Protocol):
@@ -81,7 +80,6 @@ class WorkerGroup(Protocol):
         """Free everything; return when it is free. May be called again."""
 
 
-_LOCAL_S = 5.0  # seconds for the own worker to end
 _PROBLEMS_S = 3.0  # seconds for the broker to say what is wrong with GPUs
 #: Seconds within which free GPUs are granted when the broker asks another scheduler for them.
 _GRANT_S = 15.0
@@ -391,26 +389,3 @@ def check_job(job: models.Job, *, logs: str, may_lose: bool) -> None:
         raise LaunchFailed(format_lost_worker(exited[0], logs=logs))
     if job.state in (models.ENDED, models.STOPPING):
         raise LaunchFailed(f"The workers were stopped: {job.reason or 'no reason given'}.")
-
-
-def start_local_worker(run: run_folder.RunFolder) -> subprocess.Popen[bytes]:
-    """Start the worker in this process's own container."""
-    environ = environment.remove_secrets(os.environ) | {"GPU_LAUNCH_RUN": run.run_id}
-    environ.pop("GPU_LAUNCH_WORKER", None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "gpu_launch.worker.main"],
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def end_local_worker(process: subprocess.Popen[bytes]) -> None:
-    """Wait for its end after SIGTERM, and kill it when that takes too long."""
-    try:
-        process.wait(_LOCAL_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -26,7 +26,7 @@ def wait_for(home: Path, count: range, what: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_schedulers_end_with_the_controller(tmp_path: Path, number: signal.Signals) -> None:
     """This holds at any moment: the first scheduler may be killed before it handles signals."""
-    command = [sys.executable, "-m", "gpu_launch.launch.ipp_controller", "--ip=127.0.0.1"]
+    command = [sys.executable, "-m", "gpu_launch.launch.workers.ipp_controller", "--ip=127.0.0.1"]
     with subprocess.Popen(
         command, cwd=tmp_path, env={**os.environ, "HOME": str(tmp_path)}, stderr=subprocess.DEVNULL
     ) as controller:

@@ -21,10 +21,10 @@ from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.network import find_own_interface
 from gpu_launch.environment import Environment
 from gpu_launch.errors import GpuLaunchError, UsageError
-from gpu_launch.launch.agent_client import AgentClient
 from gpu_launch.launch.plan import LaunchPlan
 from gpu_launch.launch.request import LaunchRequest, ValidatedRequest, validate
-from gpu_launch.launch.worker_group import BrokerWorkerGroup, WorkerGroup
+from gpu_launch.launch.workers.agent_client import AgentClient
+from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup, WorkerGroup
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import text
 from gpu_launch.units import format_span
