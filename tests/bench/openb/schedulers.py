@@ -94,27 +94,27 @@ class FifoQueue:
 class BuiltinQueue:
     """The product's scheduler, with the events that the broker would pass to it."""
 
-    def __init__(self, engine: Scheduler, nodes: Sequence[FreeCapacity]) -> None:
-        self._engine = engine
+    def __init__(self, scheduler: Scheduler, nodes: Sequence[FreeCapacity]) -> None:
+        self._scheduler = scheduler
         self._waiting: dict[str, SchedulingRequest] = {}
         self._next_wakeup: float | None = None
-        engine.rebuild(SchedulerSnapshot(nodes=[_node_capacity(at, node) for at, node in enumerate(nodes)]))
+        scheduler.rebuild(SchedulerSnapshot(nodes=[_node_capacity(at, node) for at, node in enumerate(nodes)]))
 
     def arrive(self, job: Job) -> None:
         request = _request(job, seq=len(self._waiting))
         self._waiting[job.id] = request
-        self._engine.put_request(request)
+        self._scheduler.put_request(request)
 
     def end(self, job: Job, now: float) -> None:
-        self._engine.remove(job.id, now)
+        self._scheduler.remove(job.id, now)
 
     def start(self, now: float) -> list[str]:
-        decision = self._engine.decide(now)
+        decision = self._scheduler.decide(now)
         self._next_wakeup = decision.decide_again_at
         for id, grant in decision.grants.items():
             request = self._waiting.pop(id)
             ends_at = None if request.time_limit_s is None else now + request.time_limit_s
-            self._engine.put_allocation(
+            self._scheduler.put_allocation(
                 Allocation(request=request, node_allocations=grant.node_allocations, granted_at=now, ends_at=ends_at)
             )
         return list(decision.grants)

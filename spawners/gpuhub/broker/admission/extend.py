@@ -73,7 +73,7 @@ def check_length(cluster: ClusterSettings, rights: Quota, lease: LeaseRow, secon
         )
 
 
-def check_no_waiters(engine: Scheduler, lease: LeaseRow, waiting: Iterable[LeaseRow]) -> None:
+def check_no_waiters(scheduler: Scheduler, lease: LeaseRow, waiting: Iterable[LeaseRow]) -> None:
     """Check that no other user waits for the GPUs of a lease.
 
     Raises:
@@ -87,7 +87,7 @@ def check_no_waiters(engine: Scheduler, lease: LeaseRow, waiting: Iterable[Lease
             continue
         if other.resources not in could_use:
             could_use[other.resources] = not uuids.isdisjoint(
-                engine.find_candidates(scheduler_input.build_request(other))
+                scheduler.find_candidates(scheduler_input.build_request(other))
             )
         if could_use[other.resources]:
             owners.add(other.owner)

@@ -63,7 +63,7 @@ class ClusterViewInput:
     #: Places of waiting requests by lease, each computed on access.
     places: Mapping[str, QueuePlace]
     inventory: Inventory
-    engine: Scheduler
+    scheduler: Scheduler
     now: float
     monotonic: float
     cordons: Mapping[str, Cordon] = field(default_factory=dict)
@@ -110,13 +110,13 @@ class _GpuSummary:
 def build_cluster(inputs: ClusterViewInput) -> ClusterView:
     """Return the view of the whole cluster."""
     gpus = _summarise_gpus(inputs)
-    order = inputs.engine.order_requests(inputs.now)
+    order = inputs.scheduler.order_requests(inputs.now)
     # Jobs from outside gpuhub have positions as well.
     queue = [
         (position, inputs.leases[lease_id]) for position, lease_id in enumerate(order, 1) if lease_id in inputs.leases
     ]
     waiting = [lease for _, lease in queue]
-    demand = _count_demand(inputs.engine, waiting, gpus)
+    demand = _count_demand(inputs.scheduler, waiting, gpus)
     wanted_by = _list_waiting_owners(inputs, waiting, demand)
     nodes = tuple([node.model_copy(update={"wanted_by": wanted_by[node.name]}) for node in _build_nodes(inputs, gpus)])
     return ClusterView(
@@ -321,7 +321,7 @@ def _add_external_node(
 
 
 def _count_demand(
-    engine: Scheduler, waiting: Sequence[LeaseRow], gpus: _GpuSummary
+    scheduler: Scheduler, waiting: Sequence[LeaseRow], gpus: _GpuSummary
 ) -> list[tuple[frozenset[str], Counter[str]]]:
     """Return the GPUs that meet each requirement in the queue, and the number of requests with it by owner."""
     kinds: defaultdict[tuple[GpuRequirement, frozenset[str]], Counter[str]] = defaultdict(Counter)
@@ -329,7 +329,7 @@ def _count_demand(
         if lease.resources.size:
             kinds[lease.resources.requirement, gpus.node_groups & build_request(lease).groups][lease.owner] += 1
     return [
-        (_find_serving(engine, SchedulingRequest(id="", owner="", requirement=kind, groups=groups), gpus)[0], owners)
+        (_find_serving(scheduler, SchedulingRequest(id="", owner="", requirement=kind, groups=groups), gpus)[0], owners)
         for (kind, groups), owners in kinds.items()
     ]
 
@@ -349,14 +349,14 @@ def _list_waiting_owners(
 
 
 def _find_serving(
-    engine: Scheduler, request: SchedulingRequest, gpus: _GpuSummary
+    scheduler: Scheduler, request: SchedulingRequest, gpus: _GpuSummary
 ) -> tuple[frozenset[str], tuple[HolderView, ...]]:
     """Return the GPUs that can serve a request, and their holders; computed once for equal requirements."""
     if not request.size:
         return frozenset(), ()
     key = (request.requirement, request.share, request.groups & gpus.node_groups)
     if key not in gpus.serving:
-        serving = engine.find_candidates(request)
+        serving = scheduler.find_candidates(request)
         gpus.serving[key] = serving, _find_holders(serving, gpus)
     return gpus.serving[key]
 
@@ -383,8 +383,8 @@ def _build_profile(
         cpu_by_gpu=size.cpu_by_gpu,
         memory_by_gpu=size.memory_by_gpu,
     )
-    serving, holders = _find_serving(inputs.engine, request, gpus)
-    starts_now = inputs.engine.can_start_now(request, inputs.now)
+    serving, holders = _find_serving(inputs.scheduler, request, gpus)
+    starts_now = inputs.scheduler.can_start_now(request, inputs.now)
     # A free GPU that would not be granted at once is claimed by an earlier request, or reserved.
     cpus, memory_mib = find_profile_sizes(profile, inputs.inventory, serving)
     free = 0 if profile.gpu_count == 1 and not starts_now else _count_free(profile.gpu_share, serving, gpus)

@@ -179,7 +179,7 @@ def _collect_inputs(core: BrokerState, backend: SchedulingBackend, caller: Ident
         bench=core.capacity.bench,
         idle_times=core.idle.find_idle_times(external.waiting),
         reservations=[reservation_rules.build_reservation_view(row) for row in core.capacity.current_reservations],
-        engine=core.scheduler,
+        scheduler=core.scheduler,
         external=external,
         capabilities=backend.capabilities,
         build_partitions=backend.build_partitions,

@@ -43,7 +43,7 @@ def build(**parts: Any) -> Any:
 
 
 def test_reservation_includes_all_gpus_of_its_nodes() -> None:
-    """As far as they are known; the engine admits whom it names."""
+    """As far as they are known; the scheduler admits whom it names."""
     row = build(nodes=["rig1"], gpus=["GPU-2"], groups=["lab"])
     kept = reservations.build_scheduler_reservation(row, inventory())
     assert kept.uuids == {"GPU-1", "GPU-2"}

@@ -178,7 +178,7 @@ def test_group_quota_counts_all_members() -> None:
 
 
 def test_weekly_gpu_hours_free_up_as_they_leave_the_window() -> None:
-    """Who used them up waits, and the engine says when to look again."""
+    """Who used them up waits, and the scheduler says when to look again."""
     made = build_scheduler(
         nodes([BIG]),
         ask("a", owner="ada"),

@@ -92,12 +92,12 @@ class FakeExternalScheduler:
 def build_view(
     beside: FakeExternalScheduler,
     *leases: LeaseRow,
-    engine: BaseScheduler | None = None,
-    scheduler: SlurmScheduler | None = None,
+    scheduler: BaseScheduler | None = None,
+    external: SlurmScheduler | None = None,
 ) -> ClusterView:
-    """The cluster, with these leases and waiting requests, and what Slurm says besides; `scheduler` instead of both."""
-    engine = engine or scheduler
-    known, inventory = engine or BuiltinScheduler(), read_inventory()
+    """The cluster, with these leases and waiting requests, and what Slurm says besides; `external` instead of both."""
+    scheduler = scheduler or external
+    known, inventory = scheduler or BuiltinScheduler(), read_inventory()
     cards = {name: record.gpus[0] for name, record in inventory.nodes.items()}
     slots = {name: GpuSlot(uuid=gpu.uuid, node=name, index=0, card=gpu.card) for name, gpu in cards.items()}
     waiting = [lease for lease in leases if lease.state is LeaseState.REQUESTED]
@@ -117,11 +117,11 @@ def build_view(
         leases={lease.id: lease for lease in leases},
         places={},
         inventory=inventory,
-        engine=known,
+        scheduler=known,
         now=NOW,
         monotonic=0.0,
         capabilities=build_capabilities(SLURM),
-        external=build_usage(scheduler or beside, NOW),  # type: ignore[arg-type]
+        external=build_usage(external or beside, NOW),  # type: ignore[arg-type]
         build_partitions=partial(build_partitions, SLURM, beside.site),
     )
     return cluster_view.build_cluster(scene)
@@ -215,7 +215,7 @@ def test_partitions_have_limits_and_free_gpus() -> None:
 
 def test_queue_positions_include_external_jobs() -> None:
     """Jobs beside gpuhub's wait in the same queue and have theirs; those that want GPUs are counted."""
-    engine = SlurmScheduler(instance="gh", node_names={name: name for name in CARDS})
+    scheduler = SlurmScheduler(instance="gh", node_names={name: name for name in CARDS})
     pending = [
         replace(
             CAROL,
@@ -235,10 +235,10 @@ def test_queue_positions_include_external_jobs() -> None:
             (25, 80, "gpu:1", "JobHeldUser"),
         )
     ]
-    engine.observe(SlurmSnapshot(jobs=tuple(pending), nodes=()))
+    scheduler.observe(SlurmSnapshot(jobs=tuple(pending), nodes=()))
     row = lease("l1", slurm_job=22)
-    build_view(FakeExternalScheduler(), row, engine=engine)
-    view = build_view(FakeExternalScheduler(), row, scheduler=engine)
+    build_view(FakeExternalScheduler(), row, scheduler=scheduler)
+    view = build_view(FakeExternalScheduler(), row, external=scheduler)
     assert [(entry.lease, entry.position) for entry in view.queue] == [("l1", 2)]
     assert (view.waiting, view.waiting_outside) == (1, 2)
 

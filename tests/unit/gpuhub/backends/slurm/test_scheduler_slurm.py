@@ -1,4 +1,4 @@
-"""What the engine says of Slurm's queue, of what is free there, and of who else has what."""
+"""What the scheduler says of Slurm's queue, of what is free there, and of who else has what."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def slots(node: str) -> tuple[GpuSlot, ...]:
 
 
 def build(*jobs: SlurmJob, nodes: tuple[SlurmNode, ...] = NODES) -> SlurmScheduler:
-    engine = SlurmScheduler(instance="lab", node_names={"gpu-a": "rig1", "gpu-b": "rig2"})
+    scheduler = SlurmScheduler(instance="lab", node_names={"gpu-a": "rig1", "gpu-b": "rig2"})
     for node in CARDS:
-        engine.put_node(NodeCapacity(name=node, slots=slots(node)))
-    engine.observe(SlurmSnapshot(jobs=jobs, nodes=nodes))
-    return engine
+        scheduler.put_node(NodeCapacity(name=node, slots=slots(node)))
+    scheduler.observe(SlurmSnapshot(jobs=jobs, nodes=nodes))
+    return scheduler
 
 
 def job(number: int, state: SlurmJobState = SlurmJobState.PENDING, **fields: Any) -> SlurmJob:
@@ -47,53 +47,53 @@ def used(gpus: int) -> tuple[SlurmNode, ...]:
 
 
 def test_queue_order_includes_external_jobs() -> None:
-    engine = build(
+    scheduler = build(
         job(1, priority=10), job(2, priority=30), job(3, priority=10), job(4, priority=50, state=SlurmJobState.RUNNING)
     )
     for one in (request("c", 3), request("a", 1), request("new", created_at=5.0), request("runs", 4)):
-        engine.put_request(one)
-    assert engine.order_requests(0.0) == ["runs", "slurm-2", "a", "c", "new"]
-    assert engine.explain_pending("c", 0.0).position == 4
+        scheduler.put_request(one)
+    assert scheduler.order_requests(0.0) == ["runs", "slurm-2", "a", "c", "new"]
+    assert scheduler.explain_pending("c", 0.0).position == 4
 
 
 def test_expected_starts_come_from_slurm() -> None:
-    engine = build(job(1, expected_start=500.0), job(2), job(3, expected_start=365 * 86400.0))
+    scheduler = build(job(1, expected_start=500.0), job(2), job(3, expected_start=365 * 86400.0))
     for name, number in (("a", 1), ("b", 2), ("c", 3)):
-        engine.put_request(request(name, number))
-    assert engine.explain_pending("c", 0.0).expected_start is None
-    assert engine.explain_pending("a", 0.0).expected_start == 500.0
-    assert engine.explain_pending("b", 0.0).expected_start is None
-    assert list(engine.find_constraints("a", 0.0)) == []
+        scheduler.put_request(request(name, number))
+    assert scheduler.explain_pending("c", 0.0).expected_start is None
+    assert scheduler.explain_pending("a", 0.0).expected_start == 500.0
+    assert scheduler.explain_pending("b", 0.0).expected_start is None
+    assert list(scheduler.find_constraints("a", 0.0)) == []
 
 
 def test_running_job_is_granted_once() -> None:
-    engine = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (1,)}))
-    engine.put_request(request("a", 7))
-    engine.put_request(request("b"))
-    decision = engine.decide(100.0)
+    scheduler = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (1,)}))
+    scheduler.put_request(request("a", 7))
+    scheduler.put_request(request("b"))
+    decision = scheduler.decide(100.0)
     assert {name: [slot.uuid for share in grant.node_allocations for slot in share.slots]
             for name, grant in decision.grants.items()} == {"a": ["rig1-1"]}  # fmt: skip
     assert decision.preemptions == ()
-    assert engine.decide(100.0).grants == {}
-    assert engine.report_usage(100.0)["ada"].gpus == 1
+    assert scheduler.decide(100.0).grants == {}
+    assert scheduler.report_usage(100.0)["ada"].gpus == 1
 
 
 def test_nothing_is_granted_on_unavailable_nodes() -> None:
-    engine = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0,)}))
-    engine.put_node(
+    scheduler = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0,)}))
+    scheduler.put_node(
         NodeCapacity(name="rig1", slots=slots("rig1"), takes_work=False, unavailable_reason="it does not answer")
     )
-    engine.put_request(request("a", 7))
-    assert engine.decide(0.0).grants == {}
-    assert engine.explain_pending("a", 0.0).text == (
+    scheduler.put_request(request("a", 7))
+    assert scheduler.decide(0.0).grants == {}
+    assert scheduler.explain_pending("a", 0.0).text == (
         "Slurm: it was allocated rig1, where no container can be started now: it does not answer"
     )
 
 
 def test_a_suspended_job_is_not_granted() -> None:
-    engine = build(job(7, SlurmJobState.SUSPENDED, nodes=("gpu-a",), gpus={"gpu-a": (0,)}))
-    engine.put_request(request("a", 7))
-    assert engine.decide(0.0).grants == {}
+    scheduler = build(job(7, SlurmJobState.SUSPENDED, nodes=("gpu-a",), gpus={"gpu-a": (0,)}))
+    scheduler.put_request(request("a", 7))
+    assert scheduler.decide(0.0).grants == {}
 
 
 def test_request_can_start_now_if_slurm_has_free_gpus() -> None:
@@ -120,10 +120,10 @@ def test_gpus_of_external_jobs_are_explained() -> None:
         job(3, SlurmJobState.RUNNING, nodes=("gpu-b",), gpus={"gpu-b": (0,)}), name=f"lab-lease-l{'0' * 16}"
     )
     stranger = job(4, SlurmJobState.RUNNING, nodes=("elsewhere",), gpus={"elsewhere": (0,)})
-    engine = build(others, mine, leaving, stranger)
+    scheduler = build(others, mine, leaving, stranger)
     share = NodeAllocation(node="rig1", slots=slots("rig1")[:1])
-    engine.put_allocation(Allocation(request=request("a", 2), node_allocations=(share,), granted_at=0.0))
-    assert engine.find_external_jobs() == {"rig1-1": others}
+    scheduler.put_allocation(Allocation(request=request("a", 2), node_allocations=(share,), granted_at=0.0))
+    assert scheduler.find_external_jobs() == {"rig1-1": others}
 
 
 def test_name_hides_no_gpus_of_an_external_job() -> None:
@@ -155,23 +155,25 @@ def test_gpus_are_numbered_by_type_in_slurm_order() -> None:
 
 
 def test_pending_reason_shows_that_slurm_is_unreachable() -> None:
-    engine = build(job(1))
-    engine.put_request(request("a", 1))
-    before = engine.explain_pending("a", 0.0).text
-    engine.note_unreachable("no answer")
+    scheduler = build(job(1))
+    scheduler.put_request(request("a", 1))
+    before = scheduler.explain_pending("a", 0.0).text
+    scheduler.note_unreachable("no answer")
     assert (
-        engine.explain_pending("a", 0.0).text == f"Slurm: no answer; last known state: {before.removeprefix('Slurm: ')}"
+        scheduler.explain_pending("a", 0.0).text
+        == f"Slurm: no answer; last known state: {before.removeprefix('Slurm: ')}"
     )
-    engine.observe(SlurmSnapshot(jobs=(job(1),), nodes=NODES))
-    assert engine.explain_pending("a", 0.0).text == before
+    scheduler.observe(SlurmSnapshot(jobs=(job(1),), nodes=NODES))
+    assert scheduler.explain_pending("a", 0.0).text == before
 
 
 def test_request_that_no_node_can_serve_is_explained() -> None:
-    engine = build()
-    engine.put_request(request("a", requirement=GpuRequirement(least_driver="590")))
-    engine.put_request(request("b"))
+    scheduler = build()
+    scheduler.put_request(request("a", requirement=GpuRequirement(least_driver="590")))
+    scheduler.put_request(request("b"))
     assert (
-        engine.explain_pending("a", 0.0).text == "Slurm: no node that both Slurm and gpuhub know meets the request yet"
+        scheduler.explain_pending("a", 0.0).text
+        == "Slurm: no node that both Slurm and gpuhub know meets the request yet"
     )
-    assert engine.explain_pending("b", 0.0).text == "Slurm: it is being submitted"
-    assert not engine.can_start_now(request("a", requirement=GpuRequirement(least_driver="590")), 0.0)
+    assert scheduler.explain_pending("b", 0.0).text == "Slurm: it is being submitted"
+    assert not scheduler.can_start_now(request("a", requirement=GpuRequirement(least_driver="590")), 0.0)

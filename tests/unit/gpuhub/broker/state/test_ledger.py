@@ -187,15 +187,15 @@ async def test_readers_find_only_what_is_written(bench: LedgerFixture) -> None:
 
 
 async def test_failing_transaction_hook_changes_nothing(bench: LedgerFixture, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the engine does wrong, what is shown stays what is stored."""
+    """Whatever the scheduler does wrong, what is shown stays what is stored."""
 
     def fail_hook(draft: Transaction) -> None:
         draft.put_lease(lease_states.release(draft.leases["l0"], "settled", 2.0))
-        raise RuntimeError("the engine broke")
+        raise RuntimeError("the scheduler broke")
 
     await bench.ledger.change(bench.add("l0"))
     bench.hook.more_effects = fail_hook
-    with pytest.raises(RuntimeError, match="the engine broke"):
+    with pytest.raises(RuntimeError, match="the scheduler broke"):
         await bench.ledger.change(bench.add("l1"))
     assert (bench.list_lease_ids(), bench.hook.rollbacks) == (["l0"], 1)
     assert "failed unexpectedly" in caplog.text
@@ -264,7 +264,7 @@ async def read_holders(running: Running) -> dict[str, list[str]]:
 async def test_grant_that_cannot_be_written_is_repeated_later(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request is refused with what is wrong; the engine forgets the grant; the next request gets the GPU."""
+    """The request is refused with what is wrong; the scheduler forgets the grant; the next request gets the GPU."""
     async with asgi_broker(setting) as running:
         save = running.store.save
 

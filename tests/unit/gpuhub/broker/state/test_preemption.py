@@ -34,7 +34,7 @@ def decide(draft: Transaction, *nodes: str, is_whole: bool, allocation: str = "l
 
 
 def test_a_preempted_job_has_time_for_its_checkpoint() -> None:
-    """Its lease continues meanwhile, and the engine knows that it is ending; said again, the time does not begin anew."""
+    """Its lease continues meanwhile, and the scheduler knows that it is ending; said again, the time does not begin anew."""
     draft = build_transaction(*build_running_job(), now=100.0)
     decide(draft, "rig1", "rig2", is_whole=True)
     job, lease = draft.jobs["j1"], draft.leases["l1"]
