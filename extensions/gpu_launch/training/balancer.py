@@ -12,8 +12,8 @@ from gpu_launch.errors import UsageError
 from gpu_launch.training import shares, speed
 from gpu_launch.training.sampler import BalancedSampler, build_sample_order, check_whole_batch
 
-#: Shares change only if that makes a step shorter by this factor: measured times vary by some percent.
-LEAST_GAIN = 1.05
+#: Shares change only if that makes a step shorter by this factor: medians of measured times vary by a percent.
+LEAST_GAIN = 1.02
 #: What must be the same on all ranks, so that they cut the same batches from the same order.
 _EQUAL = ("the number of samples", "batch", "seed", "shuffle", "drop_last")
 
@@ -137,7 +137,7 @@ class BatchBalancer:
         """Adapt the shares to the times of the steps since the last call; return whether they change.
 
         All ranks must call it after the same step: it has one all_gather. They change only if a step becomes shorter by
-        more than 5 % by it. A rank that was not timed (its share was empty, or there were fewer than three steps after
+        more than 2 % by it. A rank that was not timed (its share was empty, or there were fewer than three steps after
         the first three) keeps its speed in relation to the others.
 
         A change counts from the first batch that no rank's DataLoader has drawn yet.

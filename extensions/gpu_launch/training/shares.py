@@ -60,8 +60,10 @@ def check_room(bounds: Sequence[int], speeds: Sequence[float], batch: int) -> No
 def split_batch(samples: int, speeds: Sequence[float], most: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return each rank's share of a batch: whole numbers in proportion to the speeds that add up to `samples`.
 
-    What is left after rounding down goes to the largest remainders, and between equal ones to the lower rank. A rank
-    whose share would be above its bound gets its bound, and the others divide the rest in proportion.
+    What is left after rounding down goes to ranks without a sample, the fastest first, since each computes one in any
+    case; then, one by one, to the rank that ends first with one more. So no other shares let the last rank end earlier.
+    Between equal ranks the lower one is first. A rank whose share would be above its bound gets its bound, and the
+    others divide the rest in proportion.
 
     The sums are exact, so ranks with equal arguments get equal shares.
     """
@@ -81,9 +83,9 @@ def split_batch(samples: int, speeds: Sequence[float], most: Sequence[int] | Non
         open_ranks = [rank for rank in open_ranks if rank not in bounded]
     for rank, quota in quotas.items():
         shares[rank] = math.floor(quota)
-    by_remainder = sorted(quotas, key=lambda rank: (shares[rank] - quotas[rank], rank))
-    for rank in by_remainder[: samples - sum(shares)]:
-        shares[rank] += 1
+    for _ in range(samples - sum(shares)):
+        free = (rank for rank in quotas if most is None or shares[rank] < most[rank])
+        shares[min(free, key=lambda rank: (shares[rank] > 0, (shares[rank] + 1) / exact[rank]))] += 1
     return tuple(shares)
 
 

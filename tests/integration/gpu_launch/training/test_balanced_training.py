@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gpu_launch
 from gpu_launch.errors import UsageError
+from gpu_launch.training import balancer
 from tests.support.launch import balanced_training
 from tests.support.launch.torchrun import run_ranks
 
@@ -103,6 +105,20 @@ def test_one_process_gets_whole_batches():
     with balanced.step() as step:
         assert (step.samples, step.batch, step.scale) == (18, 18, 1)
     assert balanced.rebalance() is False
+
+
+def test_shares_follow_speeds_that_make_a_step_shorter_by_three_percent(monkeypatch):
+    """Of 96 samples the slower rank computes 36, and the last rank ends after 36/35; with 35 it ends after 1."""
+
+    def gather(row):
+        return [row, (36.0, *row[1:])] if len(row) > 2 else [(61.0, row[1]), (35.0, row[1])]
+
+    monkeypatch.setattr(balancer, "RankGroup", lambda _: SimpleNamespace(rank=0, size=2, gather=gather))
+    balanced = gpu_launch.balance(range(960), batch=96, speeds=(60, 36), device="cpu")
+    assert balanced.shares == (60, 36)
+    assert balanced.rebalance()
+    assert balanced.shares == (61, 35)
+    assert not balanced.rebalance()
 
 
 def test_trainers_that_count_items_get_no_empty_shares(results):

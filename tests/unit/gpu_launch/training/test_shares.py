@@ -20,9 +20,13 @@ BATCHES = st.integers(1, 4096)
     ("samples", "speeds", "most", "expected"),
     [
         (18, (10, 5, 3), None, (10, 5, 3)),
-        # 7.78, 3.89 and 2.33: what is left goes to the two largest remainders.
+        # 7.78, 3.89 and 2.33: with one more, the first two end after 0.8, the third after 1.
         (14, (10, 5, 3), None, (8, 4, 2)),
-        # Equal remainders: to the lower ranks.
+        # 35.4, 35.4, 15.6 and 9.6: the fast ones take what is left, as one sample is less time for them.
+        (96, (59, 59, 26, 16), None, (36, 36, 15, 9)),
+        # 9.8 and 0.2: the slow one computes a sample in any case.
+        (10, (49, 1), None, (9, 1)),
+        # Equal speeds: to the lower ranks.
         (5, (1, 1, 1), None, (2, 2, 1)),
         (2, (1, 1, 1), None, (1, 1, 0)),
         (1, (1, 3, 3), None, (0, 1, 0)),
@@ -42,12 +46,15 @@ def test_shares_are_proportional_and_bounded(samples, speeds, most, expected):
 
 @settings(deadline=None)
 @given(BATCHES, SPEEDS)
-def test_shares_add_up_and_are_less_than_one_sample_from_the_proportion(samples, speeds):
-    """No rank gets a whole sample more or less than its exact part."""
+def test_no_other_shares_let_the_last_rank_end_earlier(samples, speeds):
+    """They add up, no rank is a whole sample below its proportion, and no sample can be moved to end earlier."""
     parts = split_batch(samples, speeds)
-    total = sum(map(Fraction, speeds))
+    exact = [Fraction(speed) for speed in speeds]
     assert sum(parts) == samples
-    assert all(abs(part - samples * Fraction(speed) / total) < 1 for part, speed in zip(parts, speeds, strict=True))
+    assert all(samples * speed / sum(exact) - part < 1 for part, speed in zip(parts, exact, strict=True))
+    # A rank with one sample computes as long without it, on a sample that does not count.
+    last = max((part / speed for part, speed in zip(parts, exact, strict=True) if part > 1), default=0)
+    assert all((part + 1) / speed >= last for part, speed in zip(parts, exact, strict=True) if speed)
 
 
 @settings(deadline=None)
