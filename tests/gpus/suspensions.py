@@ -1,8 +1,9 @@
 """Random suspensions of programs that compute on a real GPU, with every result compared: needs root, torch and one GPU.
 
-`python -m tests.gpus.suspensions MINUTES [SEED]`: two programs take turns on the GPU. Each is suspended at random moments
-by the script that nodes run (`gpuhub.nodes.gpu_suspension`), and now and then a third program fills the empty GPU. At the
-end each program runs once more without interruption; a result that differs anywhere is an error.
+`python -m tests.gpus.suspensions MINUTES [SEED [GPU]]`: two programs take turns on the GPU with this index, 0 if none is
+named; series on several GPUs can run at once. Each program is suspended at random moments by the script that nodes run
+(`gpuhub.nodes.gpu_suspension`), and now and then a third program fills the empty GPU. At the end each program runs once
+more without interruption; a result that differs anywhere is an error.
 """
 
 from __future__ import annotations
@@ -112,13 +113,14 @@ class Program:
 
 
 class Node:
-    """What the node's script does, with one process in place of a container's."""
+    """What the node's script does, with one process in place of a container's; programs see this GPU alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
         uuid = subprocess.run(
             ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], check=True, capture_output=True, text=True
-        ).stdout.split()[0]
+        ).stdout.split()[index]
         self.gpu, self.driver = Gpu(uuid), CheckpointDriver()
+        os.environ["CUDA_VISIBLE_DEVICES"] = uuid
         self.figures: dict[str, list[float]] = {"out_s": [], "back_s": [], "moved_mib": []}
 
     def suspend(self, program: Program) -> None:
@@ -141,14 +143,14 @@ class Node:
         gpu_suspension.list_container_pids = lambda _container: [pid]
 
 
-def run(minutes: float, seed: int) -> dict[str, Any]:
-    """Suspend and resume for a time; return the figures.
+def run(minutes: float, seed: int, gpu: int) -> dict[str, Any]:
+    """Suspend and resume for a time on the GPU with this index; return the figures.
 
     Raises:
         AssertionError: A result differs, or a program has ended.
         Outcome: A step was refused, or has failed.
     """
-    chance, node, visits = random.Random(seed), Node(), 0
+    chance, node, visits = random.Random(seed), Node(gpu), 0
     with TemporaryDirectory() as name:
         programs = [Program("layers", 2.0, Path(name)), Program("graph", 6.0, Path(name))]
         try:
@@ -207,9 +209,10 @@ def main(arguments: Sequence[str]) -> None:
         gpu_suspension.change_mount(*arguments)
         return
     minutes, seed = float(arguments[0]), int(arguments[1]) if len(arguments) > 1 else time.time_ns()
-    print(f"seed {seed}", flush=True)
+    gpu = int(arguments[2]) if len(arguments) > 2 else 0
+    print(f"seed {seed}, GPU {gpu}", flush=True)
     try:
-        print(json.dumps(run(minutes, seed), indent=1))
+        print(json.dumps(run(minutes, seed, gpu), indent=1))
     except Outcome as outcome:
         sys.exit(f"{outcome.outcome}: {outcome.text}")
 
