@@ -26,7 +26,8 @@ from tests.gpus.shaped_nodes import run_on_nodes, shaped_nodes
 RATES_MBIT = (2500, 10_000)
 #: How often each layer computes besides its own passes, by GPU; of two GPUs, the second one has the third value.
 MORE_PASSES = (0, 0, 1, 2)
-BATCH, WARM_UP, STEPS = 96, 14, 12
+#: Shares have been adapted three times, every eight steps, when the counted steps begin.
+BATCH, WARM_UP, STEPS = 96, 26, 12
 
 
 class SlowLayer:
