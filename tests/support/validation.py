@@ -85,7 +85,17 @@ def build_ddp_result(nodes: list[str], **changes: Any) -> dict[str, Any]:
         for rank, node in enumerate(nodes)
     ]
     ranks[-1] |= changes
-    return {"backend": "nccl", "expected_sum": total, "ranks": ranks}
+    scaling = [
+        {"nodes": nodes[:size], "step_s": 0.04 if size == 1 else 0.2 + size / 100, "alone_s": 0.04}
+        for size in sorted({1, min(2, len(nodes)), len(nodes)})
+    ]
+    return {
+        "backend": "nccl",
+        "expected_sum": total,
+        "ranks": ranks,
+        "gradient_bytes": 67_108_864,
+        "scaling": scaling,
+    }
 
 
 def build_report(*, bandwidth: float = 2.3, is_simulated: bool = False, has_failed: bool = False) -> Report:

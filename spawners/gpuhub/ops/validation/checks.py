@@ -11,8 +11,10 @@ from gpuhub.broker_api.schemas import LeasedGpuView
 from gpuhub.ops.validation.jobs import JobResult
 from gpuhub.ops.validation.report import Better, Check, Figure, build_check, failed, info, passed
 
-#: Share of the throughputs alone that jobs at once must reach together, on real GPUs.
-LEAST_TOGETHER = 0.98
+#: Share of the throughputs alone that jobs at once must reach together, on real GPUs: three must be 2.95 times one.
+LEAST_TOGETHER = 2.95 / 3
+#: A second machine pays where two train this many times as many samples as one.
+PAYS = 1.1
 #: Largest deviation of a matrix product in 32 bits from the exact one, which TF32 keeps too.
 _PRODUCT_TOLERANCE = 2e-3
 #: Largest deviations of gradients: ranks have the same ones, and one process adds in another order.
@@ -217,7 +219,7 @@ def _measure_path(path: Mapping[str, Any]) -> list[Figure]:
 
 
 def check_collectives(outcome: JobResult, nnodes: int) -> CheckedPart:
-    """Check all-reduce and gradients of a launch with one rank on each node."""
+    """Check all-reduce and gradients of a launch with one rank on each node, and say when a second machine pays."""
     if outcome.result is None:
         return [check_error("all nodes", outcome)], []
     ranks: Sequence[Mapping[str, Any]] = outcome.result["ranks"]
@@ -226,6 +228,7 @@ def check_collectives(outcome: JobResult, nnodes: int) -> CheckedPart:
     places = sorted(rank["node"] for rank in ranks)
     between = max(rank["from_ranks"] for rank in ranks)
     single = max(rank["from_single"] for rank in ranks)
+    scaling, figures = describe_scaling(outcome.result)
     advice = "the interface that NCCL and Gloo choose: NCCL_DEBUG=INFO in a launch, and docs/launch.md"
     return [
         build_check(
@@ -256,4 +259,34 @@ def check_collectives(outcome: JobResult, nnodes: int) -> CheckedPart:
             expected=f"a deviation of {_SINGLE_TOLERANCE:.0e} at most, relative to the largest gradient",
             advice=advice,
         ),
-    ], []
+        *scaling,
+    ], figures
+
+
+def describe_scaling(result: Mapping[str, Any]) -> CheckedPart:
+    """Return what more machines give to the training that was measured, and from when on a second one pays."""
+    one, *others = result["scaling"]
+    if not others:
+        return [info("ddp: a second machine", "one node only, so there is nothing to compare")], []
+    megabytes, found, figures = result["gradient_bytes"] / 1e6, [], []
+    for more in others:
+        count = len(more["nodes"])
+        gain = count * one["step_s"] / more["step_s"]
+        seen = (
+            f"{gain:.2f} × the samples of {one['nodes'][0]} alone: a step with {megabytes:.0f} MB of gradients takes "
+            f"{_format_time(more['step_s'])}, and {_format_time(more['alone_s'])} on one machine"
+        )
+        found.append(info(f"ddp: {count} machines", seen))
+        figures.append(Figure(name=f"ddp.{count}_over_one", value=gain, unit="", better=Better.HIGHER))
+    exchange_s = max(0.0, others[0]["step_s"] - others[0]["alone_s"])
+    # A step of c seconds alone that takes e more on two gives 2 c / (c + e) times the samples.
+    least = _format_time(PAYS * exchange_s / (2 - PAYS))
+    sentence = (
+        f"pays where a step with such gradients computes for longer than {least}: two train {PAYS:g} × as many samples "
+        "then. `%gpu_launch --predict` measures a script of your own"
+    )
+    return [*found, info("ddp: a second machine", sentence)], figures
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -23,7 +23,15 @@ from gpuhub.ops.console import StepReport
 from gpuhub.ops.validation import checks
 from gpuhub.ops.validation.checks import CheckedPart
 from gpuhub.ops.validation.jobs import JobResult, JobRunner, ValidationJob, build_run_folder, new_run_id
-from gpuhub.ops.validation.plan import COMPUTE_S, FREE_LIMIT_S, JOB_LIMIT_S, TRANSFER_S, ValidationPlan, build_plan
+from gpuhub.ops.validation.plan import (
+    COMPUTE_S,
+    FREE_LIMIT_S,
+    JOB_LIMIT_S,
+    STEPS_S,
+    TRANSFER_S,
+    ValidationPlan,
+    build_plan,
+)
 from gpuhub.ops.validation.report import Check, Figure, Part, Report, ReportedGpu, ReportedNode, build_check
 from gpuhub.ops.validation.user_token import issue_token
 
@@ -204,7 +212,8 @@ class Validation:
 
     async def _ddp(self) -> CheckedPart:
         count = len(self.plan.nodes)
-        job = ValidationJob(program="ddp", nnodes=count, exclude_nodes=self.plan.other_nodes, limit_s=JOB_LIMIT_S)
+        limit_s = JOB_LIMIT_S + STEPS_S
+        job = ValidationJob(program="ddp", nnodes=count, exclude_nodes=self.plan.other_nodes, limit_s=limit_s)
         outcome = await self.runner.run(job)
         return checks.check_collectives(outcome, count)
 

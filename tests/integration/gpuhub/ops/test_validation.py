@@ -80,6 +80,7 @@ async def test_all_parts_pass(setting: Setting) -> None:
     assert figures["rig2.throughput"] == 200
     assert figures["closet.jobs_at_once_over_one"] == pytest.approx(3 * 199 / 200)
     assert figures["network.rig1-rig3.bandwidth"] == 2.3
+    assert figures["ddp.2_over_one"] == pytest.approx(2 * 0.04 / 0.22)
     assert (report.user, report.is_simulated, len(report.nodes)) == ("ada", False, 3)
 
 

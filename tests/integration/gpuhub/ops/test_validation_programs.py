@@ -113,9 +113,15 @@ def test_paths_between_two_ranks(tmp_path: Path) -> None:
 
 
 def test_collectives_of_two_ranks(tmp_path: Path) -> None:
+    """The checks pass; a step of both ranks together, and of each alone, was measured."""
     result = run_ranks("ddp", tmp_path / "run")
-    found, _ = checks.check_collectives(JobResult(result=result), 2)
-    assert {check.outcome for check in found} == {Outcome.PASS}
+    found, [gain] = checks.check_collectives(JobResult(result=result), 2)
+    assert [check.outcome for check in found] == [Outcome.PASS] * 4 + [Outcome.INFO] * 2
+    [one, both] = result["scaling"]
+    assert one["nodes"] == both["nodes"][:1]
+    assert sorted(both["nodes"]) == ["rig1", "rig2"]
+    assert 0 < one["step_s"] <= both["alone_s"]
+    assert gain.value == 2 * one["step_s"] / both["step_s"]
 
 
 def test_gateway_is_that_of_the_most_specific_route() -> None:
