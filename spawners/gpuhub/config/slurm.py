@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gpuhub.common.gpu import shorten_model
 from gpuhub.common.units import Span
-from gpuhub.config.base import SettingsTable, SlurmName, Text
+from gpuhub.config.base import ListOf, NodeName, SettingsTable, SlurmName, Text
 
 if TYPE_CHECKING:
     from gpuhub.config.settings import ClusterSettings
@@ -38,6 +38,17 @@ LIMIT_KEYS = {
 }
 _DOCKER = 'write "unix:///run/docker.sock", "ssh://user@host" or "tcp://host:2376" with tls'
 _PROFILE_KEYS = ("partition", "account", "qos", "reservation")
+
+
+class SlurmPartitionSettings(SettingsTable):
+    """A partition of the Slurm that `gpuhub slurm init` installs."""
+
+    #: Name in Slurm, by which `partition` of a profile chooses it.
+    name: SlurmName
+    #: Names of its nodes, which are in no other partition.
+    nodes: Annotated[ListOf[NodeName], Field(min_length=1)]
+    #: The system's groups whose members alone may submit jobs to it (AllowGroups); empty for all users.
+    groups: ListOf[SlurmName] = ()
 
 
 class SlurmSettings(SettingsTable):
@@ -73,6 +84,9 @@ class SlurmSettings(SettingsTable):
     image: Path | None = None
     #: Program that starts a notebook with `runtime = "plain"`: an absolute path on the nodes.
     command: Path | None = None
+    #: Partitions that `gpuhub slurm init` writes for some of the nodes; all others are in `partition`. A Slurm of the
+    #: site has its own.
+    partitions: ListOf[SlurmPartitionSettings] = ()
     #: Interval between two queries of all jobs, seconds; 60 at most.
     poll: Annotated[Span, Field(le=60)] = 2
 
@@ -160,13 +174,15 @@ def find_slurm_mistakes(cluster: ClusterSettings) -> Iterator[str]:
         if node.groups:
             yield (
                 f"nodes: {node.name}: groups: Slurm decides whose jobs run on a node: remove it, and set "
-                f"AllowGroups={','.join(node.groups)} of its partition in slurm.conf"
+                f"AllowGroups={','.join(node.groups)} of its partition in slurm.conf, or for `gpuhub slurm init` its "
+                "node and groups in slurm.partitions"
             )
         if node.owner_first:
             yield (
                 f"nodes: {node.name}: owner_first: Slurm decides whose jobs are preempted: remove it, and give "
                 f"{node.owner} a partition or QOS of this node with a higher PriorityTier and PreemptMode in slurm.conf"
             )
+    yield from _find_partition_mistakes(cluster)
     for key in sorted(cluster.scheduling.model_fields_set & SCHEDULING_KEYS.keys()):
         yield f'scheduling.{key}: Slurm orders the queue (engine = "slurm"): remove it, set {SCHEDULING_KEYS[key]}'
     yield from _limits("users", cluster.users.model_fields_set)
@@ -186,6 +202,21 @@ def find_slurm_mistakes(cluster: ClusterSettings) -> Iterator[str]:
             )
     if cluster.slurm.runtime != "docker":
         yield from _without_docker(cluster)
+
+
+def _find_partition_mistakes(cluster: ClusterSettings) -> Iterator[str]:
+    partitions, nodes = cluster.slurm.partitions, [node.name for node in cluster.nodes]
+    for name, count in Counter(partition.name for partition in partitions).items():
+        if count > 1 or name == cluster.slurm.partition:
+            yield f"slurm.partitions: {name!r} is another partition's name: each needs its own"
+    named = Counter(name for partition in partitions for name in partition.nodes)
+    for name, count in named.items():
+        if name not in nodes:
+            yield f"slurm.partitions: there is no node {name!r}; there are {', '.join(nodes)}"
+        elif count > 1:
+            yield f"slurm.partitions: node {name!r} is listed {count} times: list it in one partition"
+    if partitions and named.keys() >= set(nodes):
+        yield "slurm.partitions: no node is left for slurm.partition: leave the nodes for all users out"
 
 
 def _limits(where: str, written: set[str]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from gpuhub.ops.slurm.config_lines import SlurmNodeConfig
+from gpuhub.ops.slurm.config_lines import SlurmNodeConfig, SlurmPartitionConfig
 from gpuhub.ops.slurm.files import InstalledCluster, InstalledNode
 from gpuhub.ops.slurm.power import SlurmPower
 
@@ -40,6 +40,12 @@ VARIANTS = {
     "head-computes": replace(CLUSTER, nodes=(HEAD, *NODES)),
     "accounting": replace(CLUSTER, has_accounting=True),
     "rest": replace(CLUSTER, rest_plugins="openapi/v0.0.38"),
+    "partitions": replace(
+        CLUSTER,
+        partitions=(
+            SlurmPartitionConfig(name="vision", nodes=("rig3",), is_default=False, groups=("vision", "staff")),
+        ),
+    ),
     "power": replace(
         CLUSTER,
         power=SlurmPower(

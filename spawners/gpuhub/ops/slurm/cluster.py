@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpuhub.common.errors import SetupError
 from gpuhub.config.settings import ClusterSettings, NodeSettings
-from gpuhub.ops.slurm.config_lines import SlurmNodeConfig
+from gpuhub.ops.slurm.config_lines import SlurmNodeConfig, SlurmPartitionConfig
 from gpuhub.ops.slurm.files import (
     JWT_KEY,
     MUNGE_KEY,
@@ -93,6 +93,14 @@ def build_cluster(
     """
     state, address = head
     _check_machines(state, nodes)
+    names = {node.name: node.slurm_name for node, _ in nodes}
+    partitions = _build_partitions(settings, names)
+    if features.partition in {partition.name for partition in partitions}:
+        raise SetupError(f"--partition {features.partition}: slurm.partitions in cluster.toml has one of this name")
+    if {name for partition in partitions for name in partition.nodes} >= set(names.values()):
+        raise SetupError(
+            f"no machine that computes is left for the partition {features.partition}: see slurm.partitions"
+        )
     plugins = REST_PLUGINS.get((state.distribution, state.release), UNVERSIONED_PLUGINS)
     return InstalledCluster(
         name=features.name,
@@ -100,9 +108,24 @@ def build_cluster(
         head_address=address,
         nodes=tuple(_build_node(settings, node, node_state, models[node.name]) for node, node_state in nodes),
         partition=features.partition,
+        partitions=partitions,
         has_accounting=features.has_accounting,
         rest_plugins=",".join(plugins[: 2 if features.has_accounting else 1]) if features.has_rest else None,
         power=find_slurm_power(settings, [node.name for node, _ in nodes], features.power_command),
+    )
+
+
+def _build_partitions(settings: ClusterSettings, names: Mapping[str, str]) -> tuple[SlurmPartitionConfig, ...]:
+    """Return the partitions of the settings with the nodes that compute; `names` are Slurm's by gpuhub's."""
+    return tuple(
+        SlurmPartitionConfig(
+            name=partition.name,
+            nodes=tuple(names[name] for name in partition.nodes if name in names),
+            is_default=False,
+            groups=partition.groups,
+        )
+        for partition in settings.slurm.partitions
+        if not names.keys().isdisjoint(partition.nodes)
     )
 
 

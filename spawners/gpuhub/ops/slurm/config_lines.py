@@ -41,6 +41,8 @@ class SlurmPartitionConfig:
     #: The limit of a job that asks for no time.
     default_minutes: int | None = None
     max_nodes: int | None = None
+    #: The system's groups whose members may use it; empty for all users.
+    groups: tuple[str, ...] = ()
 
 
 def format_lines(lines: Iterable[str]) -> str:
@@ -66,7 +68,8 @@ def format_node(node: SlurmNodeConfig) -> str:
 def format_partition(partition: SlurmPartitionConfig) -> str:
     """Return the line of a partition in slurm.conf."""
     longest, usual, most = partition.max_minutes, partition.default_minutes, partition.max_nodes
-    limits = {"MaxTime": longest, "DefaultTime": usual, "MaxNodes": most}
+    groups = ",".join(partition.groups) or None
+    limits = {"AllowGroups": groups, "MaxTime": longest, "DefaultTime": usual, "MaxNodes": most}
     return (
         f"PartitionName={partition.name} Nodes={','.join(partition.nodes) or 'ALL'} State=UP"
         f" Default={'YES' if partition.is_default else 'NO'}"

@@ -72,7 +72,9 @@ class InstalledCluster:
     head_name: str
     head_address: str
     nodes: tuple[InstalledNode, ...]
+    #: Name of the partition of all nodes that are in none of `partitions`.
     partition: str
+    partitions: tuple[SlurmPartitionConfig, ...] = ()
     has_accounting: bool = False
     #: slurmrestd's plugins; None without slurmrestd.
     rest_plugins: str | None = None
@@ -82,6 +84,8 @@ class InstalledCluster:
     def __post_init__(self) -> None:
         check_words(self.name, self.head_name, self.head_address, self.partition)
         check_node_words(node.config for node in self.nodes)
+        for partition in self.partitions:
+            check_words(partition.name, *partition.nodes, *partition.groups)
 
     @property
     def jwt_key(self) -> Path | None:
@@ -188,8 +192,11 @@ def format_slurm_conf(cluster: InstalledCluster) -> str:
         **({} if cluster.power is None else build_power_settings(cluster.power, _FOLDER)),
         **_build_accounting_settings(cluster),
     }
-    partition = SlurmPartitionConfig(name=cluster.partition)
-    return format_lines([MARKER, *format_settings(settings), *map(format_node, nodes), format_partition(partition)])
+    taken = {name for partition in cluster.partitions for name in partition.nodes}
+    shared = tuple(node.name for node in nodes if node.name not in taken) if taken else ()
+    partitions = (SlurmPartitionConfig(name=cluster.partition, nodes=shared), *cluster.partitions)
+    lines = [*format_settings(settings), *map(format_node, nodes), *map(format_partition, partitions)]
+    return format_lines([MARKER, *lines])
 
 
 def format_gres_conf(cluster: InstalledCluster) -> str:

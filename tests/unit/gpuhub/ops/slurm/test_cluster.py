@@ -12,7 +12,9 @@ import pytest
 from gpuhub.common.errors import SetupError
 from gpuhub.config.machines.nodes import ExpectedGpus, NodeSettings
 from gpuhub.config.settings import ClusterSettings
+from gpuhub.config.slurm import SlurmSettings
 from gpuhub.ops.slurm.cluster import SlurmFeatures, build_cluster, find_models, read_secrets
+from gpuhub.ops.slurm.config_lines import SlurmPartitionConfig
 from gpuhub.ops.slurm.files import JWT_KEY, MUNGE_KEY, SLURMDBD_CONF
 from gpuhub.ops.slurm.machine_state import InstalledFile, SlurmMachineState
 from gpuhub.ops.slurm.power import SlurmPower, find_slurm_power
@@ -96,6 +98,23 @@ def test_nodes_come_from_the_machines_states() -> None:
     assert second.config.hostname == "beast"
     assert second.devices == (Path("/dev/nvidia1"), Path("/dev/nvidia0"))
     assert cluster.rest_plugins is None
+
+
+def test_partitions_of_groups_have_the_nodes_that_compute() -> None:
+    """They have Slurm's names of nodes, and leave a node to the partition for all, which has another name."""
+    vision = {"name": "vision", "nodes": ("rig2", "rig3"), "groups": ("vision",)}
+    slurm = SlurmSettings.model_validate({"partitions": (vision,)})
+    settings = settings_of().model_copy(update={"slurm": slurm})
+    nodes = [(node("rig1"), STATE), (node("rig2", slurm="n2"), replace(STATE, hostname="rig2"))]
+    models: dict[str, list[str]] = {"rig1": [], "rig2": []}
+    cluster = build_cluster(FEATURES, settings, (STATE, "10.0.0.9"), nodes, models)
+    assert cluster.partitions == (
+        SlurmPartitionConfig(name="vision", nodes=("n2",), is_default=False, groups=("vision",)),
+    )
+    with pytest.raises(SetupError, match=r"--partition vision: slurm\.partitions in cluster.toml has one of this name"):
+        build_cluster(replace(FEATURES, partition="vision"), settings, (STATE, "10.0.0.9"), nodes, models)
+    with pytest.raises(SetupError, match="no machine that computes is left for the partition gpu"):
+        build_cluster(FEATURES, settings, (STATE, "10.0.0.9"), nodes[1:], models)
 
 
 def test_other_number_of_gpus_is_refused() -> None:
