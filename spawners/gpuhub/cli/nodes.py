@@ -227,7 +227,9 @@ def autoinstall(
     metavar="HOSTS_FILE",
     help="A file with one ssh://USER@MACHINE on each line.",
 )
-@click.option("--driver", metavar="BRANCH", help="NVIDIA's driver, such as 570; default: as the cluster's nodes have.")
+@click.option(
+    "--driver", metavar="BRANCH", help="NVIDIA's driver, such as 570; default: as the nodes or these machines have."
+)
 @yes_option
 def prepare(paths: Paths, urls: tuple[str, ...], hosts_file: Path | None, driver: str | None, *, yes: bool) -> None:
     """Install what machines lack to become nodes: driver, Docker, toolkit.

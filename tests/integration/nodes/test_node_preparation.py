@@ -43,10 +43,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def prepare(*urls: str, answers: io.StringIO | None = None) -> str:
+def prepare(*urls: str, answers: io.StringIO | None = None, driver: str | None = None) -> str:
     """Return the output; the questions are skipped without `answers`."""
-    output = io.StringIO()
-    request = PreparationRequest(targets=tuple(parse_target(url) for url in urls), yes=answers is None)
+    output, targets = io.StringIO(), tuple(parse_target(url) for url in urls)
+    request = PreparationRequest(targets=targets, driver=driver, yes=answers is None)
     try:
         prepare_nodes(request, PATHS, AdminConsole(output, answers))
     except GpuhubError as error:
@@ -120,6 +120,22 @@ def test_failed_machine_does_not_stop_the_others(machines: list[BareMachine]) ->
     prepare(one.url)
     continued = [call.rpartition("Timeout=300 ")[2] for call in one.read_calls()[before:] if " install " in call]
     assert continued == ["nfs-common", "curl", "nvidia-container-toolkit"]
+
+
+def test_machines_agree_on_a_driver_without_a_cluster(machines: list[BareMachine]) -> None:
+    """The first machines of a cluster follow the one that has a driver; the others get another one only on request."""
+    one, two = machines
+    with (two.folder / "state/packages").open("a") as packages:
+        packages.write("installed nvidia-driver 570.195.03-1\n")
+    with pytest.raises(GpuhubError, match=r"not prepared: 127\.0\.0\.11") as failure:
+        prepare(one.url, two.url)
+    text = failure.value.__notes__[0]
+    assert "driver 570 (the newest of these machines) is not in the package lists of Debian GNU/Linux 12" in text
+    assert one.read_calls() == []
+
+    text = prepare(one.url, two.url, driver="535")
+    assert "it has driver 570.195.03, not 535 (--driver): installed drivers are not replaced" in text
+    assert "installed nvidia-driver 535" in one.read("state/packages")
 
 
 def test_step_without_an_effect_is_a_failure(machines: list[BareMachine]) -> None:

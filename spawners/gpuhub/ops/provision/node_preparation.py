@@ -34,7 +34,7 @@ class PreparationRequest:
     """The arguments and options of `gpuhub node prepare`."""
 
     targets: tuple[SshTarget, ...]
-    #: The driver's branch; None for that of the cluster's nodes, or the distribution's own.
+    #: The driver's branch; None for that of the cluster's nodes or of these machines, or the distribution's own.
     driver: str | None = None
     yes: bool = False
 
@@ -60,7 +60,9 @@ def prepare_nodes(request: PreparationRequest, paths: Paths, console: OperatorCo
     output = _MachineOutput(console, request.targets)
     with ExitStack() as stack:
         sessions, outcomes = _open_sessions(stack, request, cluster, paths, console)
-        machines = _read_plans(sessions, wanted, outcomes)
+        states = _read_states(sessions, outcomes)
+        wanted = wanted or find_common_driver(states.values())
+        machines = [_build_machine(target, sessions[target], state, wanted) for target, state in states.items()]
         for machine in machines:
             console.write(f"\n{machine.target.host}:")
             console.write(format_plan(machine.state, machine.plan))
@@ -118,6 +120,12 @@ def find_newest_branch(drivers: Iterable[str]) -> str | None:
     return max(branches, key=int, default=None)
 
 
+def find_common_driver(states: Iterable[MachineState]) -> WantedDriver | None:
+    """Return the newest driver that one of the machines has; None where none has any."""
+    branch = find_newest_branch(state.driver for state in states)
+    return None if branch is None else WantedDriver(branch=branch, source="the newest of these machines")
+
+
 def format_plan(state: MachineState, plan: PreparationPlan) -> str:
     """Return what the machine has, what will be done there, and what the administrator should know."""
     lines = [f"  {line}" for line in describe_state(state)]
@@ -146,7 +154,7 @@ class _MachineOutput:
 
 
 def choose_driver(request: PreparationRequest, cluster: ClusterSettings | None, paths: Paths) -> WantedDriver | None:
-    """Return the driver of the option, else the newest of the running cluster; None for the distribution's choice.
+    """Return the driver of the option, else the newest of the running cluster; None where neither says one.
 
     Args:
         cluster: The settings that gpuhub runs with; None where it does not run.
@@ -189,32 +197,37 @@ def _open_sessions(
     return sessions, failures
 
 
-def _read_plans(
-    sessions: dict[SshTarget, SshSession], wanted: WantedDriver | None, failures: dict[SshTarget, Finding]
-) -> list[PreparedMachine]:
+def _read_states(
+    sessions: dict[SshTarget, SshSession], failures: dict[SshTarget, Finding]
+) -> dict[SshTarget, MachineState]:
     """Read all machines at the same time; add those that cannot be read to `failures`."""
 
-    def read(target: SshTarget) -> PreparedMachine | SetupError:
+    def read(target: SshTarget) -> MachineState | SetupError:
         try:
-            state, plan = _read_plan(sessions[target], wanted)
+            return _read_state(sessions[target])
         except SetupError as error:
             return error
-        return PreparedMachine(target=target, session=sessions[target], state=state, plan=plan)
 
     with ThreadPoolExecutor(max_workers=max(len(sessions), 1), thread_name_prefix="read") as pool:
         answers = dict(zip(sessions, pool.map(read, sessions), strict=True))
-    machines = []
+    states = {}
     for target, answer in answers.items():
-        if isinstance(answer, PreparedMachine):
-            machines.append(answer)
+        if isinstance(answer, MachineState):
+            states[target] = answer
         else:
             failures[target] = failed(target.host, str(answer), "nothing was changed there")
-    return machines
+    return states
 
 
-def _read_plan(session: SshSession, wanted: WantedDriver | None) -> tuple[MachineState, PreparationPlan]:
-    state = parse_machine_state(session.run(read_state_script()))
-    return state, build_plan(state, wanted, platform.machine())
+def _read_state(session: SshSession) -> MachineState:
+    return parse_machine_state(session.run(read_state_script()))
+
+
+def _build_machine(
+    target: SshTarget, session: SshSession, state: MachineState, wanted: WantedDriver | None
+) -> PreparedMachine:
+    plan = build_plan(state, wanted, platform.machine())
+    return PreparedMachine(target=target, session=session, state=state, plan=plan)
 
 
 def _prepare(machine: PreparedMachine, wanted: WantedDriver | None, output: _MachineOutput) -> Finding:
@@ -229,7 +242,7 @@ def _prepare(machine: PreparedMachine, wanted: WantedDriver | None, output: _Mac
     try:
         for step in machine.plan.steps:
             _run_step(machine, step, wanted, write)
-        state, _ = _read_plan(machine.session, wanted)
+        state = _read_state(machine.session)
     except SetupError as error:
         write(f"✗ {error}")
         return failed(host, str(error), "/var/log/apt/term.log there has more; the command again continues")
@@ -250,7 +263,7 @@ def _run_step(
     write(f"… {step.title}")
     machine.session.run(step.build_script(), as_root=machine.state.sudo != "root", timeout_s=_STEP_S)
     if step.is_visible:
-        _, plan = _read_plan(machine.session, wanted)
+        plan = build_plan(_read_state(machine.session), wanted, platform.machine())
         if any(step.key == missing.key for missing in plan.steps):
             raise SetupError(f"on {machine.target.host}: the command succeeded and changed nothing: {step.title}")
     write(f"✓ {step.title}")
