@@ -163,7 +163,8 @@ def test_a_machine_without_a_driver_is_left_as_it_was(head: Head, friend: Friend
     assert "✗ NVIDIA's driver, 0 GPUs: install NVIDIA's driver" in done.stdout
     assert "nothing was changed" in done.stderr
     assert list_links(friend) == {"eth0", "lo"}
-    assert friend.run("test", "-e", "/etc/gpuhub-node", check=False).returncode == 1
+    for path in ("/etc/gpuhub-node", "/usr/local/sbin/gpuhub-node"):
+        assert friend.run("test", "-e", path, check=False).returncode == 1, path
 
 
 def test_it_joins_through_the_router_with_the_mtu_of_the_line(head: Head, joined: str):

@@ -36,9 +36,10 @@ set -eu; umask 077; PATH=/usr/local/sbin:/usr/sbin:/sbin:$PATH; head={head}; lin
 missing() {{ echo "$1 is missing: apt-get install {packages}" >&2; exit 1; }}
 for need in ip wg curl python3 sshd nft; do command -v $need >/dev/null || missing $need; done
 [ ! -e /etc/gpuhub-node ] || {{ echo "this machine is a guest already: gpuhub-node leave" >&2; exit 1; }}
-undo() {{ [ -e /etc/gpuhub-node ] || ip link delete $link 2>/dev/null || true; }}; trap undo EXIT
+undo() {{ rm -f $key; [ -e /etc/gpuhub-node ] || {{ rm -f {program}; ip link delete $link 2>/dev/null || true; }}; }}
+key=$(mktemp); trap undo EXIT
 ip link add $link type wireguard 2>/dev/null || wireguard-go $link >/dev/null 2>&1
-key=$(mktemp); echo {private} >$key
+echo {private} >$key
 wg set $link private-key $key peer {head_key} endpoint {endpoint} allowed-ips $head/32 persistent-keepalive 25
 rm $key; ip address add {address}/32 dev $link; ip link set $link mtu 1280 up; ip route add $head/32 dev $link
 curl -sSf -m {patience} --retry 9 --retry-all-errors --retry-delay 1 http://$head:{port}/gpuhub-node -o {program}
