@@ -123,7 +123,8 @@ def _build_user_data(request: InstallerRequest) -> str:
         "version": 1,
         "locale": "en_US.UTF-8",
         "keyboard": {"layout": "us"},
-        "timezone": "Etc/UTC",
+        # Not Etc/UTC: the installer refuses what its `timedatectl list-timezones` does not have.
+        "timezone": "UTC",
         "identity": {
             "hostname": request.name,
             "realname": request.user,
@@ -199,6 +200,8 @@ def _build_preseed(request: InstallerRequest) -> str:
         ("partman-lvm/confirm_nooverwrite", "boolean", "true"),
         ("partman-md/device_remove_md", "boolean", "true"),
         ("partman-partitioning/confirm_write_new_label", "boolean", "true"),
+        # Where the disk has a system that was installed for BIOS.
+        ("partman-efi/non_efi_system", "boolean", "true"),
         ("partman/choose_partition", "select", "finish"),
         ("partman/confirm", "boolean", "true"),
         ("partman/confirm_nooverwrite", "boolean", "true"),

@@ -47,6 +47,7 @@ def test_ubuntus_file_is_yaml_with_the_documented_keys() -> None:
         "echo 'me ALL=(ALL) NOPASSWD:ALL' >/target/etc/sudoers.d/gpuhub-prepare",
         "chmod 440 /target/etc/sudoers.d/gpuhub-prepare",
     ]
+    assert autoinstall["timezone"] == "UTC"  # the schema of Ubuntu's installer has no Etc/UTC
     assert "interactive-sections" not in autoinstall
 
 
@@ -69,6 +70,7 @@ def test_debians_answers() -> None:
     assert answers["grub-installer/bootdev"] == ("d-i", "string", "/dev/nvme0n1")
     assert answers["passwd/user-password-crypted"] == ("d-i", "password", HASH)
     assert answers["passwd/root-login"] == ("d-i", "boolean", "false")
+    assert answers["partman-efi/non_efi_system"] == ("d-i", "boolean", "true")
     assert answers["netcfg/get_hostname"] == ("d-i", "string", "rig4")
     assert answers["apt-setup/non-free-firmware"] == ("d-i", "boolean", "true")
     assert "openssh-server" in answers["pkgsel/include"][2]
