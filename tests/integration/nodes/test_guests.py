@@ -357,7 +357,11 @@ async def test_a_worker_has_the_jobs_folder_alone_and_its_results_come_back(
 
 def test_leaving_undoes_everything_on_both_sides(head: Head, friend: FriendsMachine, joined: str):
     """Nothing remains on the machine, and the head node has forgotten it: the same key opens nothing."""
+    empty = "tar -c -T /dev/null | docker import"
+    friend.run("sh", "-euc", f"{empty} - mine:1; {empty} -c 'LABEL gpuhub.debian=2026-11-01' - lab/llm:latest")
     friend.run("gpuhub-node", "leave")
+    images = friend.run("docker", "images", "--format", "{{.Repository}}:{{.Tag}}").stdout.split()
+    assert ("mine:1" in images, "lab/llm:latest" in images) == (True, False)
     wait(lambda: not head.peers(), "the peer's removal")
     assert GuestRegistry(head.paths).read() == {}
     assert [node.name for node in settings.load(head.cluster_file).nodes] == ["rig1"]

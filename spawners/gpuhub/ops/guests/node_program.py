@@ -482,7 +482,9 @@ def undo() -> None:
             if found:
                 run("docker", *removal, *found, check=False)
                 write(f"  ✓ {len(found)} {kind}s removed")
-        images = set(run("docker", "images", "-q", "gpuhub/*", check=False).split())
+        # The label is that of gpuhub's base image, which images of other names that are built on it have as well.
+        choices = (("gpuhub/*",), ("--filter", "label=gpuhub.debian"))
+        images = {image for words in choices for image in run("docker", "images", "-q", *words, check=False).split()}
         if images:
             run("docker", "rmi", "-f", *images, check=False)
             write(f"  ✓ {len(images)} images removed")
