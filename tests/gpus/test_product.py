@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from gpuhub.common.paths import Paths
@@ -622,6 +623,16 @@ def test_notebook_computes_on_while_the_broker_restarts(product: Gpus, start: St
     wait_for(lambda: product.states().get(uuid) == "held", "the GPU is held as before", 60)
     assert "45" in notebook.run("print(x.sum().item())")
     assert notebook.uuids() == {uuid}
+
+
+def test_validate_passes(product: Gpus, tmp_path: Path) -> None:
+    """Every check holds: each GPU alone and all at once, the network, and torch over all nodes, on the driver's GPUs."""
+    product.wait_free()
+    file = tmp_path / "report.json"
+    gpuhub("validate", "--cluster-file", product.file, "--user", "ada", "--json", file)
+    report = json.loads(file.read_text())
+    assert report["is_simulated"] is False
+    assert {gpu["uuid"] for node in report["nodes"] for gpu in node["gpus"]} == set(product.states())
 
 
 def test_nothing_is_left(product: Gpus) -> None:
