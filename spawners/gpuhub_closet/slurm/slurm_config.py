@@ -10,6 +10,8 @@ from gpuhub.common.errors import SettingsError
 from gpuhub.ops.slurm.config_lines import (
     SlurmNodeConfig,
     SlurmPartitionConfig,
+    build_accounting_settings,
+    build_cluster_settings,
     build_jwt_settings,
     check_node_words,
     check_words,
@@ -18,7 +20,6 @@ from gpuhub.ops.slurm.config_lines import (
     format_node,
     format_partition,
     format_settings,
-    format_tracked_resources,
 )
 
 __all__ = [
@@ -133,14 +134,11 @@ class SlurmAccount:
 def format_slurm_conf(files: SlurmConfig) -> str:
     """Return the text of slurm.conf, the same for daemons and commands."""
     settings = {
-        "ClusterName": files.cluster,
-        "SlurmctldHost": f"{files.head_name}({files.head_address})",
-        "SlurmUser": "root",
+        **build_cluster_settings(
+            files.cluster, f"{files.head_name}({files.head_address})", user="root", jwt_key=files.jwt_key
+        ),
         "SlurmdUser": "root",
-        "AuthType": "auth/munge",
         "AuthInfo": f"socket={files.munge_socket}",
-        "CredType": "cred/munge",
-        **build_jwt_settings(files.jwt_key),
         "SlurmctldPort": files.port,
         "SlurmctldPidFile": files.folder / "slurmctld.pid",
         "SlurmctldLogFile": files.folder / "slurmctld.log",
@@ -152,15 +150,10 @@ def format_slurm_conf(files: SlurmConfig) -> str:
         "ProctrackType": "proctrack/cgroup" if files.has_cgroups else "proctrack/linuxproc",
         "TaskPlugin": "task/cgroup" if files.has_cgroups else "task/none",
         **_accounting(files),
-        "SelectType": "select/cons_tres",
-        "SelectTypeParameters": "CR_Core_Memory",
         "DefMemPerCPU": 100,
-        "SchedulerType": "sched/backfill",
         "SchedulerParameters": files.scheduler_parameters,
         # The nodes may have more CPUs than this machine.
         "SlurmdParameters": "config_overrides",
-        "ReturnToService": 2,
-        "GresTypes": "gpu",
         "KillWait": files.kill_wait_s,
         "MinJobAge": files.min_job_age_s,
         "SlurmdTimeout": files.slurmd_timeout_s,
@@ -221,17 +214,13 @@ def format_accounts(passwd: str, group: str, users: Sequence[SlurmAccount]) -> t
 
 def _accounting(files: SlurmConfig) -> dict[str, object]:
     if files.accounting is None:
-        return {"AccountingStorageType": "accounting_storage/none"}
+        return build_accounting_settings(None, files.nodes)
     return {
-        "AccountingStorageType": "accounting_storage/slurmdbd",
-        "AccountingStorageHost": files.accounting.host,
+        **build_accounting_settings(files.accounting.host, files.nodes),
         "AccountingStoragePort": files.accounting.port,
         # Clients of slurmdbd read the socket of munge here, not from AuthInfo.
         "AccountingStoragePass": files.munge_socket,
         "AccountingStorageEnforce": "associations,limits,qos",
-        "AccountingStorageTRES": format_tracked_resources(files.nodes),
-        "PriorityType": "priority/multifactor",
-        "PriorityWeightFairshare": 100000,
     }
 
 

@@ -87,10 +87,45 @@ def build_jwt_settings(key: Path | None) -> dict[str, str]:
     return {} if key is None else {"AuthAltTypes": "auth/jwt", "AuthAltParameters": f"jwt_key={key}"}
 
 
-def format_tracked_resources(nodes: Iterable[SlurmNodeConfig]) -> str:
-    """Return what slurmdbd counts (AccountingStorageTRES): all GPUs, and those of each type."""
+def build_cluster_settings(name: str, head: str, user: str, jwt_key: Path | None) -> dict[str, object]:
+    """Return the settings of slurm.conf that gpuhub relies on, the same wherever it installs a Slurm.
+
+    Args:
+        name: The cluster's.
+        head: Host name of slurmctld's machine, with its address in brackets.
+        user: As whom slurmctld runs.
+        jwt_key: The key of slurmrestd's tokens; None without slurmrestd.
+    """
+    return {
+        "ClusterName": name,
+        "SlurmctldHost": head,
+        "SlurmUser": user,
+        "AuthType": "auth/munge",
+        "CredType": "cred/munge",
+        **build_jwt_settings(jwt_key),
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core_Memory",
+        "GresTypes": "gpu",
+        "SchedulerType": "sched/backfill",
+        "ReturnToService": 2,
+    }
+
+
+def build_accounting_settings(host: str | None, nodes: Iterable[SlurmNodeConfig]) -> dict[str, object]:
+    """Return the settings of accounting by slurmdbd at `host`, which counts all GPUs and those of each type.
+
+    None is for a cluster without accounting.
+    """
+    if host is None:
+        return {"AccountingStorageType": "accounting_storage/none"}
     types = dict.fromkeys(kind for node in nodes for kind in node.gpus if kind)
-    return ",".join(["gres/gpu", *(f"gres/gpu:{kind}" for kind in types)])
+    return {
+        "AccountingStorageType": "accounting_storage/slurmdbd",
+        "AccountingStorageHost": host,
+        "AccountingStorageTRES": ",".join(["gres/gpu", *(f"gres/gpu:{kind}" for kind in types)]),
+        "PriorityType": "priority/multifactor",
+        "PriorityWeightFairshare": 100000,
+    }
 
 
 def check_node_words(nodes: Iterable[SlurmNodeConfig]) -> None:

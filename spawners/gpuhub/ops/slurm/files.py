@@ -11,6 +11,8 @@ from pathlib import Path
 from gpuhub.ops.slurm.config_lines import (
     SlurmNodeConfig,
     SlurmPartitionConfig,
+    build_accounting_settings,
+    build_cluster_settings,
     build_jwt_settings,
     check_node_words,
     check_words,
@@ -19,7 +21,6 @@ from gpuhub.ops.slurm.config_lines import (
     format_node,
     format_partition,
     format_settings,
-    format_tracked_resources,
 )
 from gpuhub.ops.slurm.power import (
     PROGRAMS,
@@ -166,12 +167,9 @@ def format_slurm_conf(cluster: InstalledCluster) -> str:
     """Return the text of slurm.conf, the same on all machines."""
     nodes = [node.config for node in cluster.nodes]
     settings = {
-        "ClusterName": cluster.name,
-        "SlurmctldHost": f"{cluster.head_name}({cluster.head_address})",
-        "SlurmUser": "slurm",
-        "AuthType": "auth/munge",
-        "CredType": "cred/munge",
-        **build_jwt_settings(cluster.jwt_key),
+        **build_cluster_settings(
+            cluster.name, f"{cluster.head_name}({cluster.head_address})", user="slurm", jwt_key=cluster.jwt_key
+        ),
         "SlurmctldPidFile": "/run/slurmctld.pid",
         "SlurmctldLogFile": "/var/log/slurm/slurmctld.log",
         "StateSaveLocation": "/var/lib/slurm/slurmctld",
@@ -180,17 +178,13 @@ def format_slurm_conf(cluster: InstalledCluster) -> str:
         "SlurmdLogFile": "/var/log/slurm/slurmd.log",
         "ProctrackType": "proctrack/cgroup",
         "TaskPlugin": "task/cgroup,task/affinity",
-        "SelectType": "select/cons_tres",
-        "SelectTypeParameters": "CR_Core_Memory",
         "DefMemPerCPU": min((node.memory_mib // node.cpus for node in nodes), default=1),
-        "GresTypes": "gpu",
-        "SchedulerType": "sched/backfill",
         "SchedulerParameters": _SCHEDULER,
         "EnforcePartLimits": "ALL",
-        "ReturnToService": 2,
         "Epilog": EPILOG,
         **({} if cluster.power is None else build_power_settings(cluster.power, _FOLDER)),
-        **_build_accounting_settings(cluster),
+        **build_accounting_settings(cluster.head_address if cluster.has_accounting else None, nodes),
+        **({"JobAcctGatherType": "jobacct_gather/cgroup"} if cluster.has_accounting else {}),
     }
     taken = {name for partition in cluster.partitions for name in partition.nodes}
     shared = tuple(node.name for node in nodes if node.name not in taken) if taken else ()
@@ -259,16 +253,3 @@ def format_rest_drop_in(plugins: str) -> str:
 def read_epilog() -> bytes:
     """Return gpuhub's Epilog."""
     return resources.files("gpuhub.slurm_client").joinpath("epilog.sh").read_bytes()
-
-
-def _build_accounting_settings(cluster: InstalledCluster) -> dict[str, object]:
-    if not cluster.has_accounting:
-        return {"AccountingStorageType": "accounting_storage/none"}
-    return {
-        "AccountingStorageType": "accounting_storage/slurmdbd",
-        "AccountingStorageHost": cluster.head_address,
-        "AccountingStorageTRES": format_tracked_resources(node.config for node in cluster.nodes),
-        "JobAcctGatherType": "jobacct_gather/cgroup",
-        "PriorityType": "priority/multifactor",
-        "PriorityWeightFairshare": 100000,
-    }
