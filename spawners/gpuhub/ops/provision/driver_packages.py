@@ -58,6 +58,11 @@ def choose_driver_packages(state: MachineState, wanted: WantedDriver | None) -> 
             f"a GPU here is of the Blackwell generation and needs driver {_BLACKWELL_BRANCH} or newer, and "
             f"{state.os} has {chosen.branch}: install Ubuntu 24.04 instead, or NVIDIA's own packages by hand"
         )
+    if is_open and wanted is not None and int(wanted.branch) < _BLACKWELL_BRANCH:
+        raise SetupError(
+            f"a GPU here is of the Blackwell generation and needs driver {_BLACKWELL_BRANCH} or newer, not "
+            f"{wanted.branch} ({wanted.source}): accept {chosen.branch} with --driver {chosen.branch}"
+        )
     if wanted is not None and wanted.branch != chosen.branch:
         raise SetupError(
             f"driver {wanted.branch} ({wanted.source}) is not in the package lists of {state.os}, which have "
@@ -79,11 +84,13 @@ def _choose_debian(state: MachineState, is_open: bool) -> DriverPackages:
 
 def _choose_ubuntu(state: MachineState, wanted: WantedDriver | None, is_open: bool) -> DriverPackages:
     drivers = [match for name in state.available if (match := _UBUNTU_DRIVER.fullmatch(name))]
-    fitting = [match for match in drivers if bool(match[3]) == is_open]
+    least = _BLACKWELL_BRANCH if is_open else 0
+    fitting = [match for match in drivers if bool(match[3]) == is_open and int(match[1]) >= least]
     if not fitting:
+        name = f"nvidia-driver-NNN-server-open of branch {least} or newer" if is_open else "nvidia-driver-NNN-server"
         raise SetupError(
-            f"the package lists of {state.os} have no nvidia-driver-NNN-server{'-open' if is_open else ''}: there, "
-            "enable the component `restricted`, run `sudo apt-get update`, and try again"
+            f"the package lists of {state.os} have no {name}: there, enable the component `restricted`, run "
+            "`sudo apt-get update`, and try again"
         )
     recommended = _UBUNTU_DRIVER.fullmatch(state.recommended)
     preferences = [wanted.branch if wanted else "", recommended[1] if recommended and not wanted else ""]

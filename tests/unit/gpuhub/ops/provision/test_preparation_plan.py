@@ -392,6 +392,16 @@ def test_ubuntus_driver(state: MachineState, wanted: str | None, names: tuple[st
         ),
         (UBUNTU, "565", r"which have 580: accept that with --driver 580"),
         (replace(DEBIAN, gpus=(RTX_5090,)), None, "Blackwell generation and needs driver 570 or newer"),
+        (
+            replace(UBUNTU, gpus=(RTX_5090,), available=UBUNTU.available | {"nvidia-driver-535-server-open"}),
+            "535",
+            r"Blackwell generation and needs driver 570 or newer, not 535 \(--driver\): accept 580 with --driver 580",
+        ),
+        (
+            replace(UBUNTU, gpus=(RTX_5090,), available=frozenset({"nvidia-driver-535-server-open"})),
+            None,
+            "have no nvidia-driver-NNN-server-open of branch 570 or newer: there, enable",
+        ),
         (replace(UBUNTU, available=frozenset()), None, "no nvidia-driver-NNN-server: there, enable"),
         (replace(DEBIAN, packages={}), None, "the kernel 6.1.0-41-amd64 is not one of the distribution's packages"),
     ],
