@@ -23,7 +23,7 @@ def build_reservation(request: ReservationRequest, *, by: str, inventory: Invent
     if ends_at <= max(starts_at, now):
         raise InvalidRequest("ends_at: a reservation ends after it begins, and in the future")
     if not request.nodes and not request.gpus:
-        raise InvalidRequest("nodes, gpus: name what is to be kept")
+        raise InvalidRequest("nodes, gpus: name what should be kept")
     if not request.users and not request.groups:
         raise InvalidRequest("users, groups: name for whom it is kept")
     unknown = sorted(set(request.nodes) - set(inventory.nodes))

@@ -9,8 +9,8 @@
 ```
 
 A later reading without an error proves nothing, since the driver reports an Xid error once, and an idle GPU does not
-show its link. The proof is a reading after a reboot of the machine, which resets its GPUs; or an administrator's word
-that the GPU was reset, checked or is to be used as it is.
+show its link. The proof is a reading after a reboot of the machine, which resets its GPUs; or an administrator's
+confirmation that the GPU was reset, checked or should be used as it is.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def find_changes(node: NodeStatus, records: Mapping[str, GpuRecord], now: float)
 
 
 def accept(record: GpuRecord, gpu: GpuReading, by: str) -> GpuRecord:
-    """Return the record of a GPU that is granted again on an administrator's word; its link counts as right."""
+    """Return the record of a GPU that is granted again, as an administrator has accepted; its link counts as right."""
     faults = tuple(replace(fault, accepted_by=fault.accepted_by or by) for fault in record.faults)
     return replace(record, faults=faults, best_link=gpu.loaded_link)
 

@@ -191,7 +191,7 @@ class SlurmScheduler(ExternalScheduler):
         return "it is being submitted"
 
     def _explain_running(self, request: SchedulingRequest, job: SlurmJob) -> str | None:
-        """Why a request whose job runs is not granted; None where it is, or its job does not run."""
+        """Return why a request whose job runs is not granted; None where it is, or its job does not run."""
         if job.state is not SlurmJobState.RUNNING:
             return None
         return self.explain_misfit(request, job) or next(self._list_obstacles(job), None)

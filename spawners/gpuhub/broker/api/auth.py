@@ -1,6 +1,6 @@
 """Authentication of callers by tokens, which the hub checks, and limits of the requests per second of each caller.
 
-The hub's answers are kept for a short time. The limits let no caller slow down the others; they are no quotas:
+The hub's answers are kept for a short time. The limits let no caller slow down the others; they are not quotas:
 `admission` and the scheduler limit GPUs, requests and jobs of a user.
 """
 

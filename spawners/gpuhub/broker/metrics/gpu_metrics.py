@@ -197,7 +197,7 @@ def _collect_xids(records: Mapping[str, NodeStatus]) -> Iterator[Metric]:
 def _collect_faults(records: Mapping[str, NodeStatus]) -> Metric:
     family = GaugeMetricFamily(
         "gpuhub_gpu_fault",
-        "1 for a fault that keeps the GPU from being granted until a reboot or an administrator's word.",
+        "1 for a fault that keeps the GPU from being granted until a reboot or until an administrator accepts it.",
         labels=(*LABELS, "kind", "code"),
     )
     for record in records.values():

@@ -87,7 +87,7 @@ class AdminOperations:
         return view_node(self._core, self._backend, node)
 
     async def accept_gpu(self, caller: Identity, node: str, index: int) -> NodeView:
-        """Grant a GPU with faults again, on the administrator's word that it was reset or checked.
+        """Grant a GPU with faults again, because an administrator confirms that it was reset or checked.
 
         Raises:
             NotAllowed: the caller is not an administrator.

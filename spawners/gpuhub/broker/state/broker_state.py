@@ -256,7 +256,7 @@ class BrokerState:
             await self.ledger.change(lambda _: None)
 
     async def accept_gpu(self, node: str, gpu: GpuReading, by: str) -> bool:
-        """Grant a GPU with faults again on an administrator's word; return whether it had some."""
+        """Grant a GPU with faults again, which an administrator has accepted; return whether it had some."""
         if not await self.capacity.gpu_records.accept(gpu, by):
             return False
         self.capacity.update_node(self.capacity.inventory.nodes[node])

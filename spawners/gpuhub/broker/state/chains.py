@@ -13,11 +13,11 @@ from gpuhub.domain import job_states
 from gpuhub.domain.models import JobRow
 
 
-def settle_dependents(transaction: Transaction, ended: JobRow) -> None:
+def update_dependents(transaction: Transaction, ended: JobRow) -> None:
     """Release or stop the jobs that wait for a job that has ended, and let the next job of its array wait for GPUs."""
     for run in dict.fromkeys(run for run in (ended.run_id, ended.array) if run is not None):
         for job in _in_order(transaction, transaction.index.find("after", ended.owner, run)):
-            _settle(transaction, job, ended, run)
+            _update_dependent(transaction, job, ended, run)
     if ended.array is not None:
         fill_array(transaction, ended.owner, ended.array)
 
@@ -41,9 +41,9 @@ def _in_order(transaction: Transaction, job_ids: Iterable[str]) -> list[JobRow]:
     return sorted(jobs, key=lambda job: transaction.leases[job.lease_id].seq)
 
 
-def _settle(transaction: Transaction, job: JobRow, ended: JobRow, run: str) -> None:
+def _update_dependent(transaction: Transaction, job: JobRow, ended: JobRow, run: str) -> None:
     if not job_states.has_succeeded(ended):
-        reason = f"{ended.run_id}, after which it was to start, did not succeed: {ended.reason or 'no reason is known'}"
+        reason = f"{ended.run_id}, after which it should start, did not succeed: {ended.reason or 'no reason is known'}"
         transaction.put_job(job_states.stop(job, reason, transaction.now))
     elif not transaction.index.find("array", job.owner, run):
         release_after(transaction, job)

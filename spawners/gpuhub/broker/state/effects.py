@@ -37,7 +37,7 @@ def propagate(transaction: Transaction, step: int) -> int:
                 job_ids_to_update.update(dict.fromkeys(sorted(transaction.index.find(tag, lease_id))))
         for job in [transaction.jobs[job_id] for job_id in job_ids]:
             if not job.is_open:
-                chains.settle_dependents(transaction, job)
+                chains.update_dependents(transaction, job)
             job_ids_to_update.update(dict.fromkeys(sorted(transaction.index.find("joining", job.owner, job.run_id))))
         for job_id in job_ids_to_update:
             if transaction.jobs[job_id].is_open:

@@ -44,7 +44,7 @@ class GpuRecords:
             return changes.began
 
     async def accept(self, gpu: GpuReading, by: str) -> bool:
-        """Grant a GPU again on an administrator's word; return whether it had open faults."""
+        """Grant a GPU again, which an administrator has accepted; return whether it had open faults."""
         async with self._lock:
             record = self._records.get(gpu.whole_uuid)
             if record is None or not gpu_faults.list_open(record.faults):

@@ -211,7 +211,7 @@ async def assign_roles(
 def _choose_role_changes(
     members: Iterable[dict[str, Any]], wanted: Collection[str], surplus: Iterable[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], str]]:
-    """Return the members that need another role: all that are to be managers, otherwise one of the surplus.
+    """Return the members that need another role: all that should be managers, otherwise one of the surplus.
 
     Those that do not answer lose the role first: managers cannot do without more than half of them.
     """

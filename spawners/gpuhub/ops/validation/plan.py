@@ -60,7 +60,7 @@ def choose_user(users: UserSettings, name: str | None) -> str:
         return name
     for known in (*users.allowed, *users.admins):
         return known
-    raise InvalidRequest("cluster.toml has no user in [users] allowed: --user names the one whose jobs are to run")
+    raise InvalidRequest("cluster.toml has no user in [users] allowed: --user names the one whose jobs should run")
 
 
 def build_plan(view: ClusterView, usage: UsageView, user: str) -> ValidationPlan:

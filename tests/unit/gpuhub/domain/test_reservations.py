@@ -57,7 +57,7 @@ def test_reservation_includes_all_gpus_of_its_nodes() -> None:
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
-        ({"nodes": []}, "name what is to be kept"),
+        ({"nodes": []}, "name what should be kept"),
         ({"users": []}, "name for whom it is kept"),
         ({"nodes": ["rig9"]}, "there is no node 'rig9'; there are: rig1, rig2, rig3"),
         ({"gpus": ["GPU-9"]}, "there is no GPU 'GPU-9'"),

@@ -107,11 +107,11 @@ async def test_chain_ends_with_the_run_that_did_not_succeed(setting: Setting, is
         else:
             reason = f"worker 0 on {await end(running, jobs[0], 3)}: ended with exit code 3"
         ended = [await wait_for_state(running, f"/jobs/{job['id']}", "ended", "ada") for job in jobs]
-        second = f"run-000001, after which it was to start, did not succeed: {reason}"
+        second = f"run-000001, after which it should start, did not succeed: {reason}"
         assert [job["reason"] for job in ended] == [
             reason,
             second,
-            f"run-000002, after which it was to start, did not succeed: {second}",
+            f"run-000002, after which it should start, did not succeed: {second}",
         ]
         assert [job["exit_code"] for job in ended[1:]] == [None, None]
         refused = await launch(running, 4, 422, after="run-000001")

@@ -66,7 +66,7 @@ def test_each_change_is_reported_once() -> None:
     ],
 )
 def test_whatever_keeps_a_gpu_from_being_granted_is_reported(changes: dict[str, Any], titles_then: list[str]) -> None:
-    """With the reason; an administrator's word ends a fault."""
+    """With the reason; an administrator's acceptance ends a fault."""
     machines = MachineConditions(())
     broken = WELL.evolve(**changes)
     begins = machines.update(list_conditions(broken, UP), 10.0)
