@@ -253,7 +253,7 @@ class Launch:
         if change is None and (self._ranks.has_failed() or self._ranks.all_ended()):
             change = self._controller.refresh_pending_change()
             if change is None:
-                change = self._settle_failure()
+                change = self._handle_failure()
             if change is None:
                 self._restart_after_failure()
         if change is not None:
@@ -314,7 +314,7 @@ class Launch:
             self._enter(LaunchState.RUNNING)
         return self._state
 
-    def _settle_failure(self) -> MembershipChange | None:
+    def _handle_failure(self) -> MembershipChange | None:
         """End the other ranks after a failure; return the change of members that was its cause, None for no change.
 
         Raises:

@@ -109,7 +109,7 @@ class StackReporter:
             self._wake.wait(_CHECK_S)
             self._wake.clear()
             is_stalled, self._is_stalled = self._is_stalled, False
-            taken = ((folder, stack_request.take(folder)) for folder in self._folders)
+            taken = ((folder, stack_request.pop(folder)) for folder in self._folders)
             requests = {folder: request for folder, request in taken if request is not None}
             membership = self._ranks.membership
             if membership is not None and (requests or is_stalled) and not self._is_closed.is_set():

@@ -32,7 +32,7 @@ def build_request() -> str:
     return secrets.token_hex(8)
 
 
-def take(run: RunFolder) -> str | None:
+def pop(run: RunFolder) -> str | None:
     """Return the pending request and remove it; None if there is none, or if it is still being written."""
     try:
         with run.stacks_request.open(encoding="utf-8") as file:

@@ -127,7 +127,7 @@ class BatchBalancer:
         """
         if self._rebalance_every and self._steps and self._steps % self._rebalance_every == 0:
             self.rebalance()
-        share = self.sampler.take_share()
+        share = self.sampler.pop_share()
         self._steps += 1
         self._clock.start(share.samples)
         yield BalancedStep(share.samples, share.batch, self._ranks.size * share.samples / share.batch)

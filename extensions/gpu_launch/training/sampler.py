@@ -117,7 +117,7 @@ class BalancedSampler:
         """Use other speeds from this batch of the epoch on, which no rank may have drawn yet."""
         self._speeds.append((first_batch, tuple(speeds)))
 
-    def take_share(self) -> BatchShare:
+    def pop_share(self) -> BatchShare:
         """Return the share of the batch that the training has reached: one for each batch drawn, in their order.
 
         Raises:

@@ -32,7 +32,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
         def serve() -> None:
             while not is_over.wait(0.01):
-                if (request := stack_request.take(run)) is not None:
+                if (request := stack_request.pop(run)) is not None:
                     stack_request.answer(run, request, found)
 
         thread = threading.Thread(target=serve)

@@ -38,7 +38,7 @@ def answers(hub: FakeHub) -> Iterator[list[str]]:
 
     def serve() -> None:
         while not is_over.wait(0.01):
-            if (request := stack_request.take(run)) is not None:
+            if (request := stack_request.pop(run)) is not None:
                 taken.append(request)
                 stack_request.answer(run, request, FOUND)
 

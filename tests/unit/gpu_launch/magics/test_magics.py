@@ -273,7 +273,7 @@ def test_gpu_stacks_asks_the_latest_active_run(shell, tmp_path, capsys):
         shell.run_line_magic("gpu_stacks", "a b")
 
     def serve():
-        while (asked := stack_request.take(runs[1])) is None:
+        while (asked := stack_request.pop(runs[1])) is None:
             pass
         stack_request.answer(runs[1], asked, [RankStacks(rank=0, node="rig1", problem="has ended")])
 

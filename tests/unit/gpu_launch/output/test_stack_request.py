@@ -26,8 +26,8 @@ def test_a_request_is_taken_once_and_answered(run):
 
     def serve():
         while not taken:
-            if (request := stack_request.take(run)) is not None:
-                taken.append(stack_request.take(run))
+            if (request := stack_request.pop(run)) is not None:
+                taken.append(stack_request.pop(run))
                 stack_request.answer(run, request, FOUND)
                 taken.append(run.stacks.stat().st_mode & 0o777)
 
@@ -45,16 +45,16 @@ def test_a_request_is_taken_once_and_answered(run):
 def test_other_contents_are_no_request(run, text):
     """They are removed, so that they are read once."""
     run.stacks_request.write_text(text)
-    assert stack_request.take(run) is None
+    assert stack_request.pop(run) is None
     assert not run.stacks_request.exists()
 
 
 @pytest.mark.parametrize("part", ["", "0" * 15])
 def test_a_request_that_is_being_written_is_not_lost(run, part):
     run.stacks_request.write_text(part)
-    assert stack_request.take(run) is None
+    assert stack_request.pop(run) is None
     run.stacks_request.write_text("0" * 16)
-    assert stack_request.take(run) == "0" * 16
+    assert stack_request.pop(run) == "0" * 16
 
 
 def test_answers_to_earlier_requests_do_not_count():

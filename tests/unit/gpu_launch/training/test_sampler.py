@@ -24,7 +24,7 @@ def build(samples, *, batch, speeds, drop_last=False, shuffle=True, seed=0):
 def computed(batches, samplers):
     """Return the samples that count in each batch, of all ranks, from what their samplers gave."""
     return [
-        [number for part, ranks in zip(parts, samplers, strict=True) for number in part[: ranks.take_share().samples]]
+        [number for part, ranks in zip(parts, samplers, strict=True) for number in part[: ranks.pop_share().samples]]
         for parts in zip(*batches, strict=True)
     ]
 
@@ -73,7 +73,7 @@ def test_rank_without_a_share_gets_the_first_sample_of_the_batch():
     """It is in the batch already, so it brings nothing into the step that is not there."""
     first, second, third = build(4, batch=2, speeds=(1, 1, 1), shuffle=False)
     assert [list(first), list(second), list(third)] == [[[0], [2]], [[1], [3]], [[0], [2]]]
-    assert third.take_share() == sampler.BatchShare(samples=0, batch=2)
+    assert third.pop_share() == sampler.BatchShare(samples=0, batch=2)
     assert first.has_empty_share()
     assert not build(5, batch=3, speeds=(1, 1, 1), drop_last=True)[0].has_empty_share()
     assert build(5, batch=3, speeds=(1, 1, 1))[0].has_empty_share()
@@ -107,9 +107,9 @@ def test_new_epoch_forgets_shares_that_no_step_took():
     iterator = iter(rank)
     next(iterator)
     assert [len(part) for part in rank] == [3, 2]
-    assert [rank.take_share().samples for _ in range(2)] == [3, 2]
+    assert [rank.pop_share().samples for _ in range(2)] == [3, 2]
     with pytest.raises(UsageError, match="more steps than batches"):
-        rank.take_share()
+        rank.pop_share()
 
 
 class Order:
