@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from gpuhub.backends.interface import BackendHost, LeaseRejected, Observation, SchedulingBackend, raise_first
+from gpuhub.broker.controllers.nodes.condition_events import ConditionEvents
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import LeaseState, Purpose
@@ -59,6 +60,7 @@ class BackendController:
     def __init__(self, core: BrokerState, backend: SchedulingBackend) -> None:
         self._core = core
         self._backend = backend
+        self._conditions = ConditionEvents(core)
         #: By lease: jobs of open leases, and of ended ones whose jobs are not cancelled yet.
         self._jobs: dict[str, int] = {}
         #: Leases whose submission was tried last.
@@ -143,6 +145,7 @@ class BackendController:
         for node in observation.nodes:
             before = core.capacity.inventory.nodes[node.name]
             await core.observe(node)
+            self._conditions.report(node.name)
             if node.has_readings and [gpu.card for gpu in node.gpus] != [gpu.card for gpu in before.gpus]:
                 await core.capacity.save_seen_gpus(node)
         for name, lease_ids in observation.cleared.items():

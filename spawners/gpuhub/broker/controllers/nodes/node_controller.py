@@ -15,10 +15,9 @@ from typing import Any
 
 from gpuhub.broker.controllers.deadlines import UnprovenLeases
 from gpuhub.broker.controllers.loop import run_step
+from gpuhub.broker.controllers.nodes.condition_events import ConditionEvents
 from gpuhub.broker.controllers.nodes.container_actions import ContainerActions, FetchFiles
-from gpuhub.broker.controllers.nodes.machine_conditions import MachineConditions, list_conditions
 from gpuhub.broker.controllers.nodes.node_probe import (
-    ConditionReporter,
     FirewallChecker,
     NodeProbe,
     describe_firewall_change,
@@ -103,8 +102,7 @@ class NodeController:
         self._find_staging = find_staging
         self._probe = NodeProbe(daemons=daemons, clock=core.clock)
         self._actions = ContainerActions(daemons=daemons, on_removed=self.request_poll, before_removal=fetch_files)
-        self._conditions = ConditionReporter()
-        self._machines = MachineConditions(core.store.outbox.find_open_subjects())
+        self._conditions = ConditionEvents(core)
         #: Nodes for which a poll was requested.
         self._requested: set[str] = set()
         #: Leases without proof that the last poll of each node has checked.
@@ -300,28 +298,8 @@ class NodeController:
         await self._core.ledger.change(mutations.change_jobs([edit]))
 
     async def _observe(self, record: NodeStatus) -> None:
-        core = self._core
-        await core.observe(record)
-        news = self._conditions.report_changes(
-            core.capacity.inventory,
-            record.name,
-            lease_statuses=core.capacity.lease_flags.by_uuid,
-            monotonic=core.clock.monotonic(),
-            scheduling=core.cluster.scheduling,
-        )
-        for kind, text in news:
-            self._record_event(kind, text, record.name)
-        self._notify(record.name)
-
-    def _notify(self, node: str) -> None:
-        """Report to the owner of the machines what begins or ends with this poll."""
-        core, inventory = self._core, self._core.capacity.inventory
-        condition = gpu_health.assess_node(
-            inventory, node, monotonic=core.clock.monotonic(), scheduling=core.cluster.scheduling
-        )
-        conditions = list_conditions(inventory.nodes[node], condition, self._head_error)
-        for row in self._machines.update(conditions, core.clock.now()):
-            core.add_event(f"notified.{row.kind}", row.title, node=node, notifications=[row])
+        await self._core.observe(record)
+        self._conditions.report(record.name, self._head_error)
 
     def _record_event(self, kind: str, text: str, node: str) -> None:
         log.info("node %s: %s", node, text)
