@@ -87,6 +87,8 @@ class SlurmSettings(SettingsTable):
     #: Partitions that `gpuhub slurm init` writes for some of the nodes; all others are in `partition`. A Slurm of the
     #: site has its own.
     partitions: ListOf[SlurmPartitionSettings] = ()
+    #: Whether gpuhub drains a node in Slurm whose GPU its agents find failed, until the GPU is proven to work again.
+    drain_failed: bool = True
     #: Interval between two queries of all jobs, seconds; 60 at most.
     poll: Annotated[Span, Field(le=60)] = 2
 

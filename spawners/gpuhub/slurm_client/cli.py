@@ -99,6 +99,12 @@ class SlurmCliClient:
         await require_job(self, job_id, name)
         await self._run("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}")
 
+    async def drain_node(self, node: str, reason: str) -> None:
+        await self._run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}")
+
+    async def undrain_node(self, node: str) -> None:
+        await self._run("scontrol", "update", f"NodeName={node}", "State=UNDRAIN")
+
     async def read_site(self) -> SlurmSite:
         self._require_programs()
         messages.require_version(messages.parse_version(await self._run("sbatch", "--version")))

@@ -76,6 +76,22 @@ class SlurmClient(Protocol):
         """
         ...
 
+    async def drain_node(self, node: str, reason: str) -> None:
+        """Let no further job start on a node, in place of its drain and reason of before; what runs there continues.
+
+        Raises:
+            SlurmRefused: Slurm refuses; the text has the reason.
+        """
+        ...
+
+    async def undrain_node(self, node: str) -> None:
+        """End the drain of a node.
+
+        Raises:
+            SlurmRefused: Slurm refuses; the text has the reason.
+        """
+        ...
+
     async def read_site(self) -> SlurmSite:
         """Return the cluster's configuration.
 

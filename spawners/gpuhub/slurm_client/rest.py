@@ -1,7 +1,7 @@
 """A Slurm client that uses slurmrestd, with a token for each request.
 
 Errors report what slurmrestd cannot do: without slurmdbd it has no accounts and QOS, and that of Slurm 22.05 cannot
-request GPUs of any type on any nodes.
+request GPUs of any type on any nodes, or drain nodes.
 """
 
 from __future__ import annotations
@@ -190,6 +190,17 @@ class SlurmRestClient:
     async def shrink(self, job_id: int, nodes: Sequence[str], *, name: str | None = None) -> None:
         await require_job(self, job_id, name)
         await self._request("POST", f"job/{job_id}", json=format_rest_nodes(nodes, await self._find_version()))
+
+    async def drain_node(self, node: str, reason: str) -> None:
+        await self._update_node(node, {"state": ["DRAIN"], "reason": reason})
+
+    async def undrain_node(self, node: str) -> None:
+        await self._update_node(node, {"state": ["UNDRAIN"]})
+
+    async def _update_node(self, node: str, changes: Mapping[str, Any]) -> None:
+        if await self._find_version() == OLDEST_REST:
+            raise SlurmRefused("slurmrestd of Slurm 22.05 cannot drain nodes: use scontrol, or a newer Slurm")
+        await self._request("POST", f"node/{node}", json=changes)
 
     async def read_site(self) -> SlurmSite:
         """Return the cluster's configuration, without accounts and QOS if slurmdbd is missing."""

@@ -43,10 +43,12 @@ class ScriptedSlurm:
         self.late_ones: list[SlurmSubmission] = []
         #: The error of submissions; None accepts them.
         self.refusal: str | None = None
-        #: The number of jobs whose nodes were not released.
+        #: The number of changes of jobs and nodes that were refused.
         self.refused = 0
         #: Nodes that an administrator has drained.
         self.drained: set[str] = set()
+        #: Reasons of the nodes that gpuhub has drained.
+        self.reasons: dict[str, str] = {}
         #: GPUs by node that jobs have, including jobs whose nodes are still being cleaned.
         self.held: dict[int, dict[str, tuple[int, ...]]] = {}
         self.limits: dict[int, int] = {}
@@ -118,6 +120,20 @@ class ScriptedSlurm:
         assert nodes[0] == job.nodes[0], "no node is taken away on which a job's script runs"
         self.held[job_id] = {node: self.held[job_id][node] for node in nodes}
         self.change(job_id, nodes=tuple(nodes), gpus={node: job.gpus[node] for node in nodes})
+
+    async def drain_node(self, node: str, reason: str) -> None:
+        """Drain a node."""
+        self._answer()
+        if self.refusal is not None:
+            self.refused += 1
+            raise SlurmRefused(self.refusal)
+        assert node not in self.drained, "an administrator's drain is not changed"
+        self.reasons[node] = reason
+
+    async def undrain_node(self, node: str) -> None:
+        """End the drain of a node."""
+        self._answer()
+        del self.reasons[node]
 
     async def read_site(self) -> SlurmSite:
         """Return one partition with all nodes."""
@@ -239,14 +255,14 @@ class ScriptedSlurm:
         for name, types in self.nodes.items():
             has = {kind: types.count(kind) for kind in types}
             taken = [self._kinds(name)[number] for number in self._used_gpus(name)]
-            is_drained = name in self.drained
+            is_drained = name in self.drained or name in self.reasons
             yield SlurmNode(
                 name=name,
                 state="+".join(
                     ["drained" if is_drained else "mixed" if taken else "idle", *filter(None, [self.flags.get(name)])]
                 ),
                 takes_work=not is_drained,
-                reason="fans" if is_drained else "",
+                reason="fans" if name in self.drained else self.reasons.get(name, ""),
                 gpus=has,
                 used={kind: taken.count(kind) for kind in has},
                 cpus=64,
@@ -267,7 +283,8 @@ class ScriptedSlurm:
         return [at for at, one in enumerate(self._kinds(name)) if at not in taken and kind in {None, one}]
 
     def _place(self, asked: SlurmSubmission) -> dict[str, tuple[int, ...]] | None:
-        usable = [name for name in self.nodes if name not in asked.exclude and name not in self.drained]
+        refusing = {*asked.exclude, *self.drained, *self.reasons}
+        usable = [name for name in self.nodes if name not in refusing]
         if asked.spread is not None:
             every = [(name, number) for name in usable for number in self._free(name, asked.gpu_type)][: asked.spread]
             spread = {name: tuple(number for node, number in every if node == name) for name, _ in every}

@@ -25,6 +25,7 @@ from gpuhub.backends.interface import (
 )
 from gpuhub.backends.slurm import admission, bare_nodes, external_jobs, lease_outcomes
 from gpuhub.backends.slurm.accounting import SlurmAccounting
+from gpuhub.backends.slurm.gpu_drains import GpuDrains
 from gpuhub.backends.slurm.lease_jobs import FindSubmitter, JobUpdater, Submissions
 from gpuhub.backends.slurm.node_power import find_power
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
@@ -127,6 +128,7 @@ class SlurmBackend(SchedulingBackend):
         self._host = host
         self._accounting = SlurmAccounting(self._api, host.clock)
         self._updater = JobUpdater(self._api, host, instance=self._instance, node_names=self._node_names)
+        self._drains = GpuDrains(self._api, host, node_names=self._node_names)
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class SlurmBackend(SchedulingBackend):
 
     async def reconcile(self) -> None:
         failures: list[GpuhubError] = []
-        for act in (self._cancel_unwanted, self._release_nodes, self._store_jobs, self._read_site):
+        for act in (self._cancel_unwanted, self._release_nodes, self._store_jobs, self._drain_failed, self._read_site):
             try:
                 await act()
             except SlurmUnreachable:
@@ -278,6 +280,11 @@ class SlurmBackend(SchedulingBackend):
 
     async def _store_jobs(self) -> None:
         await self._updater.store(self._snapshot)
+
+    async def _drain_failed(self) -> None:
+        # Without Docker there are no agents, and `health.sh` drains the nodes.
+        if self._cluster.slurm.drain_failed and self._capabilities.containers:
+            await self._drains.update(self._snapshot)
 
     async def _read_site(self) -> None:
         now = self._host.clock.monotonic()

@@ -1,7 +1,8 @@
 """Nodes without Docker: Slurm alone reports their GPUs and the ends of jobs.
 
 The job itself is what runs there. Nothing can read the UUIDs of its GPUs, so they get some that say where they are. The
-end of its job proves that a lease's GPUs are free.
+end of its job proves that a lease's GPUs are free. Which GPUs have failed is in the reasons for which
+`slurm_client/health.sh` has drained their nodes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from gpuhub.backends.slurm.gpu_drains import parse_problems
 from gpuhub.common import gpu as gpus
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict
@@ -96,6 +98,7 @@ def _find_gpus(cluster: ClusterSettings, name: str, node: SlurmNode) -> Iterator
     cards = {cluster.slurm.gpu_type(card.model): card for one in cluster.nodes for card in one.gpus or ()}
     wanted = {cluster.slurm.gpu_type(model): model for profile in cluster.profiles for model in profile.models}
     types = [kind for kind, count in node.gpus.items() for _ in range(count)]
+    problems = parse_problems(node)
     for index, kind in enumerate(types):
         card = cards.get(kind)
         yield GpuReading(
@@ -103,4 +106,5 @@ def _find_gpus(cluster: ClusterSettings, name: str, node: SlurmNode) -> Iterator
             index=index,
             model=gpus.shorten_model(card.model if card is not None else wanted.get(kind, kind or "GPU")),
             memory_mib=0 if card is None else card.memory // _MIB,
+            error=problems.get(index),
         )

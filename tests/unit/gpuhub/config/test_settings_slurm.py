@@ -216,7 +216,7 @@ def test_the_example_shows_every_key_with_its_default(tmp_path):
     table = load(tmp_path, GOOD.replace('[slurm]\npartition = "gpu"', "\n".join(lines)) + rig2).slurm
     assert table.model_fields_set == set(SlurmSettings.model_fields)
     assert {key for key in SlurmSettings.model_fields if getattr(table, key) == getattr(SlurmSettings(), key)} == {
-        "api", "rest_user", "runtime", "poll",
+        "api", "drain_failed", "rest_user", "runtime", "poll",
     }  # fmt: skip
 
 

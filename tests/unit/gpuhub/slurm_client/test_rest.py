@@ -269,3 +269,18 @@ async def test_rest_client_connects_over_a_unix_socket(tmp_path: Path) -> None:
     with pytest.raises(SlurmUnreachable, match="slurmrestd does not answer"):
         await silent.read_snapshot()
     await silent.close()
+
+
+async def test_drains_need_a_newer_slurmrestd() -> None:
+    """That of Slurm 22.05 has no request that changes a node."""
+    client = build_client({})
+    with pytest.raises(SlurmRefused, match=r"slurmrestd of Slurm 22\.05 cannot drain nodes"):
+        await client.drain_node("sx1", "gpuhub: GPU 0: Xid 79")
+    seen: list[httpx.Request] = []
+    client = build_client({"POST node/sx1": (200, {"errors": []})}, version=42, seen=seen)
+    await client.drain_node("sx1", "gpuhub: GPU 0: Xid 79")
+    await client.undrain_node("sx1")
+    assert [json.loads(request.content) for request in seen if request.method == "POST"] == [
+        {"state": ["DRAIN"], "reason": "gpuhub: GPU 0: Xid 79"},
+        {"state": ["UNDRAIN"]},
+    ]
