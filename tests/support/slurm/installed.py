@@ -46,6 +46,7 @@ VARIANTS = {
             SlurmPartitionConfig(name="vision", nodes=("rig3",), is_default=False, groups=("vision", "staff")),
         ),
     ),
+    "health-check": replace(CLUSTER, has_health_check=True),
     "power": replace(
         CLUSTER,
         power=SlurmPower(

@@ -112,6 +112,7 @@ def build_cluster(
         has_accounting=features.has_accounting,
         rest_plugins=",".join(plugins[: 2 if features.has_accounting else 1]) if features.has_rest else None,
         power=find_slurm_power(settings, [node.name for node, _ in nodes], features.power_command),
+        has_health_check=settings.slurm.runtime != "docker",
     )
 
 

@@ -39,6 +39,7 @@ GRES_CONF = _FOLDER / "gres.conf"
 CGROUP_CONF = _FOLDER / "cgroup.conf"
 SLURMDBD_CONF = _FOLDER / "slurmdbd.conf"
 EPILOG = _FOLDER / "gpuhub-epilog.sh"
+HEALTH_CHECK = _FOLDER / "gpuhub-health.sh"
 #: The program that switches nodes as root, those that slurmctld calls for it, and the rule that lets it.
 POWER_SCRIPT = _FOLDER / "gpuhub-power.sh"
 SUDO_RULE = Path("/etc/sudoers.d/gpuhub-slurm-power")
@@ -51,6 +52,8 @@ REST_URL = "http://127.0.0.1:6820"
 #: Database and database user of slurmdbd.
 DATABASE = "slurm_acct_db"
 DATABASE_USER = "slurm"
+#: Settings of the health check; the interval in seconds.
+_HEALTH_CHECK_SETTINGS = {"HealthCheckProgram": HEALTH_CHECK, "HealthCheckInterval": 60}
 #: A free GPU is allocated within a second, see docs/slurm.md.
 _SCHEDULER = "batch_sched_delay=0,sched_interval=1"
 
@@ -81,6 +84,8 @@ class InstalledCluster:
     rest_plugins: str | None = None
     #: Power saving; None where all nodes stay on.
     power: SlurmPower | None = None
+    #: Whether Slurm checks the GPUs, as on nodes without Docker, which have no GPU agent.
+    has_health_check: bool = False
 
     def __post_init__(self) -> None:
         check_words(self.name, self.head_name, self.head_address, self.partition)
@@ -140,7 +145,9 @@ def list_files(
     yield SlurmFile(path=GRES_CONF, content=format_gres_conf(cluster).encode())
     yield SlurmFile(path=CGROUP_CONF, content=format_cgroup_conf().encode())
     if computes:
-        yield SlurmFile(path=EPILOG, content=read_epilog(), mode=0o755)
+        yield SlurmFile(path=EPILOG, content=_read_script("epilog.sh"), mode=0o755)
+    if computes and cluster.has_health_check:
+        yield SlurmFile(path=HEALTH_CHECK, content=_read_script("health.sh"), mode=0o755)
     if is_head and cluster.has_accounting:
         text = format_slurmdbd_conf(cluster, secrets.database_password)
         yield SlurmFile(path=SLURMDBD_CONF, content=text.encode(), owner="slurm", mode=0o600, is_secret=True)
@@ -182,6 +189,7 @@ def format_slurm_conf(cluster: InstalledCluster) -> str:
         "SchedulerParameters": _SCHEDULER,
         "EnforcePartLimits": "ALL",
         "Epilog": EPILOG,
+        **(_HEALTH_CHECK_SETTINGS if cluster.has_health_check else {}),
         **({} if cluster.power is None else build_power_settings(cluster.power, _FOLDER)),
         **build_accounting_settings(cluster.head_address if cluster.has_accounting else None, nodes),
         **({"JobAcctGatherType": "jobacct_gather/cgroup"} if cluster.has_accounting else {}),
@@ -250,6 +258,5 @@ def format_rest_drop_in(plugins: str) -> str:
     )
 
 
-def read_epilog() -> bytes:
-    """Return gpuhub's Epilog."""
-    return resources.files("gpuhub.slurm_client").joinpath("epilog.sh").read_bytes()
+def _read_script(name: str) -> bytes:
+    return resources.files("gpuhub.slurm_client").joinpath(name).read_bytes()

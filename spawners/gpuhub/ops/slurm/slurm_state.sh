@@ -20,7 +20,8 @@ describe_file() {
     sum=$(as_root sha256sum "$2")
     echo "file=$(as_root stat -c '%a %U %Y' "$2") ${sum%% *} ${content:--} $2"
 }
-for path in slurm.conf gres.conf cgroup.conf gpuhub-epilog.sh gpuhub-power.sh gpuhub-suspend.sh gpuhub-resume.sh; do
+for path in slurm.conf gres.conf cgroup.conf gpuhub-epilog.sh gpuhub-health.sh gpuhub-power.sh gpuhub-suspend.sh \
+    gpuhub-resume.sh; do
     describe_file public "/etc/slurm/$path"
 done
 describe_file public /etc/slurm-llnl/slurm.conf

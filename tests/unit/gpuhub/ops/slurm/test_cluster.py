@@ -117,6 +117,15 @@ def test_partitions_of_groups_have_the_nodes_that_compute() -> None:
         build_cluster(FEATURES, settings, (STATE, "10.0.0.9"), nodes[1:], models)
 
 
+@pytest.mark.parametrize(("runtime", "has_check"), [("docker", False), ("plain", True), ("apptainer", True)])
+def test_slurm_checks_the_gpus_where_there_are_no_agents(runtime: str, has_check: bool) -> None:
+    own = {"plain": {"command": "/opt/single"}, "apptainer": {"image": "/srv/a.sif"}}.get(runtime, {})
+    table = SlurmSettings.model_validate({"runtime": runtime, **own})
+    settings = settings_of(node("rig1", gpus=[])).model_copy(update={"slurm": table})
+    cluster = build_cluster(FEATURES, settings, (STATE, "10.0.0.1"), [(settings.nodes[0], STATE)], {"rig1": ()})
+    assert cluster.has_health_check is has_check
+
+
 def test_other_number_of_gpus_is_refused() -> None:
     """A GPU that fails has no line of the agent, and the others would get its device file."""
     with pytest.raises(SetupError, match=r"rig1: NVIDIA's driver has 2 GPUs, and the GPU agent, .* 1: "):

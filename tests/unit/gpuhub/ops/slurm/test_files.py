@@ -13,6 +13,7 @@ from gpuhub.ops.slurm.files import (
     CGROUP_CONF,
     EPILOG,
     GRES_CONF,
+    HEALTH_CHECK,
     JWT_KEY,
     MARKER,
     MUNGE_KEY,
@@ -74,6 +75,14 @@ def test_files_of_each_machine() -> None:
     assert all(PASSWORD.encode() not in file.content for file in head.values() if not file.is_secret)
     public = [path for path, file in head.items() if not file.is_secret]
     assert all(head[path].content.decode().startswith(f"{MARKER}\n") for path in public)
+
+
+def test_health_check_is_on_the_nodes_that_compute() -> None:
+    cluster = VARIANTS["health-check"]
+    node = {file.path: file for file in list_files(cluster, SECRETS, is_head=False, computes=True)}
+    assert (node[HEALTH_CHECK].owner, node[HEALTH_CHECK].mode) == ("root", 0o755)
+    assert node[HEALTH_CHECK].content.startswith(b"#!/bin/sh\n")
+    assert HEALTH_CHECK not in {file.path for file in list_files(cluster, SECRETS, is_head=True, computes=False)}
 
 
 def test_power_saving_is_the_head_nodes_alone() -> None:
