@@ -77,7 +77,7 @@ from gpuhub.docker.containers.firewall_container import ensure_firewall
 from gpuhub.docker.containers.user_containers import start_courier, start_worker
 from gpuhub.domain.clock import Clock
 from gpuhub.nodes.inventory import GpuReading, build_inventory
-from gpuhub.nodes.power_switch import check_password_files
+from gpuhub.nodes.power_switch import check_ipmi
 from gpuhub.notifications import machine_destinations, sender
 from gpuhub.notifications.url_cipher import UrlCipher
 from gpuhub.tls import internal_certificates
@@ -275,7 +275,7 @@ def run(cluster_file: Path, paths: Paths) -> None:
     address = find_head_address(cluster)
     token = read_secret(paths, BROKER_TOKEN)
     machine_urls = machine_destinations.load(cluster.notifications)
-    check_password_files(cluster)
+    check_ipmi(cluster)
     destination_key = read_secret(paths, DESTINATION_KEY)
     store = Store.open_configured(cluster.database, paths)
     daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,17 +91,20 @@ def check_password_file(file: Path) -> None:
         )
 
 
-def check_password_files(cluster: ClusterSettings) -> None:
-    """Check the files of all nodes with `ipmi`, before anything is started.
+def check_ipmi(cluster: ClusterSettings) -> None:
+    """Check the password files of all nodes with `ipmi`, and ipmitool, before anything is started.
 
     Raises:
-        SetupError: See `check_password_file`.
+        SetupError: ipmitool is not installed; or see `check_password_file`.
     """
-    for file in _list_password_files(cluster):
+    files = _list_password_files(cluster)
+    for file in files:
         check_password_file(file)
+    if files and shutil.which("ipmitool", path=_PATH) is None:
+        raise SetupError('power: "ipmi" needs ipmitool on the head node: `apt-get install ipmitool`')
 
 
-def _list_password_files(cluster: ClusterSettings) -> Iterable[Path]:
+def _list_password_files(cluster: ClusterSettings) -> set[Path]:
     powers = filter(None, (cluster.find_power(node.name) for node in cluster.power_nodes))
     used = (power for power in powers if "ipmi" in (power.on, power.off))
     return {power.ipmi_password_file for power in used if power.ipmi_password_file is not None}

@@ -31,7 +31,7 @@ from gpuhub.docker.swarm import membership
 from gpuhub.login import kinds as login
 from gpuhub.login.account_checks import check_accounts
 from gpuhub.nodes.daemon_identity import describe_shared_identities
-from gpuhub.nodes.power_switch import check_password_files
+from gpuhub.nodes.power_switch import check_ipmi
 from gpuhub.notifications import machine_destinations
 from gpuhub.ops.backup import restoration, upgrade_backups
 from gpuhub.ops.backup.contents import Head
@@ -97,7 +97,7 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
         if note:
             report.note(f"  {note}.")
     machine_destinations.load(cluster.notifications)
-    check_password_files(cluster)
+    check_ipmi(cluster)
     database.ensure_database(cluster, paths)
     https = public_access.ensure_certificate(cluster, paths, find_head_address(cluster))
     services = programs.build_programs(paths, chosen.cluster_file, options.hub_config)
