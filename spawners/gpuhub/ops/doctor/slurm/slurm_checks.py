@@ -19,8 +19,8 @@ _AS_OF = re.compile(r"(?m)^Configuration data as of (\d+)\s*$")
 _SOCKET = re.compile(r"(?:^|,)socket=([^,]+)")
 _NULL = "(null)"
 MIN_SLURM: version_checks.Version = (22, 5)
-#: The guide for the Epilog.
-_EPILOG_GUIDE = "docs/slurm.md"
+#: The guide for the Epilog and the health check.
+_GUIDE = "docs/slurm.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +179,14 @@ def _check_config(facts: SlurmFacts, table: SlurmSettings) -> Iterator[Finding]:
                 "epilog",
                 "slurm.conf names none",
                 "without it a container may still use a GPU that Slurm has allocated to the next job: install gpuhub's "
-                f"on every node and set Epilog, see {_EPILOG_GUIDE}",
+                f"on every node and set Epilog, see {_GUIDE}",
             )
+    elif facts.config.get("healthcheckprogram", _NULL) in {"", _NULL}:
+        yield warning(
+            "health check",
+            "slurm.conf names no HealthCheckProgram",
+            f"Slurm gives a failed GPU to the next job without it: install gpuhub's on every node, see {_GUIDE}",
+        )
     plugins = facts.config.get("taskplugin", "")
     if "cgroup" not in plugins:
         # Docker limits containers to their GPUs.
@@ -324,7 +330,7 @@ def _check_epilog(host: HostFacts, epilog: str) -> Iterator[Finding]:
     problems = {
         "other": (warning, f"{epilog} does not name gpuhub", "call gpuhub's Epilog from it"),
         "refused": (failed, f"{epilog} cannot be run", "chmod 755, and chown root"),
-        "missing": (failed, f"{epilog} does not exist", f"install it: see {_EPILOG_GUIDE}"),
+        "missing": (failed, f"{epilog} does not exist", f"install it: see {_GUIDE}"),
     }
     if host.epilog == "ok":
         yield ok("epilog", epilog)

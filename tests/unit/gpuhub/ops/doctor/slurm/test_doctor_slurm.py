@@ -32,6 +32,7 @@ CONFIG = """Configuration data as of 1795292400
 AccountingStorageType   = accounting_storage/slurmdbd
 EnforcePartLimits       = ALL
 Epilog                  = /etc/slurm/gpuhub-epilog.sh
+HealthCheckProgram      = /etc/slurm/gpuhub-health.sh
 TaskPlugin              = task/cgroup,task/affinity
 
 Cgroup Support Configuration:
@@ -103,10 +104,13 @@ def test_each_problem_of_a_site(changes: dict[str, object], check: str, level: S
 
 
 def test_without_containers_only_slurm_isolates_jobs() -> None:
-    """A warning for a site with Docker is a failure without it; an Epilog is not needed then."""
+    """A warning for a site with Docker is a failure without it; an Epilog is not needed then, and a health check is."""
     plain = SlurmSettings(runtime="plain", command=Path("/opt/lab"))
-    config = {**FACTS.config, "taskplugin": "task/none", "epilog": "(null)"}
-    assert levels(check_slurm(replace(FACTS, config=config), plain)) == {"devices": Severity.FAILED}
+    config = {**FACTS.config, "taskplugin": "task/none", "epilog": "(null)", "healthcheckprogram": "(null)"}
+    assert levels(check_slurm(replace(FACTS, config=config), plain)) == {
+        "devices": Severity.FAILED,
+        "health check": Severity.WARNING,
+    }
     assert [finding.check for finding in find_node_problems(table=plain)] == ["slurmd", "gres"]
 
 
