@@ -5,45 +5,17 @@ Hub, broker, Slurm, notebook and kernel are real; ranks run on the CPU, because 
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
-import textwrap
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
-
 import pytest
 
 from tests.support.hub.installed_laptop import Laptop
 from tests.support.hub.kernel_client import Kernel, open_kernel
-from tests.support.product import ROOT, wait_for
-from tests.support.slurm.hub import NB, Cluster, build_environment, leases, log_in_laptop, slurm_hub, start
+from tests.support.product import wait_for
+from tests.support.slurm.hub import NB, Cluster, leases, start
+from tests.support.slurm.launches import ALL_REDUCE, find_processes, jobs, launches, ssh, wait_free, write
 from tests.support.slurm.site import USERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.root, pytest.mark.torch]
 
-INSTANCE = "ghjobs"
-FURTHER = """
-[[profiles]]
-name = "cpu"
-title = "No GPU"
-gpu_count = 0
-cpus = 1
-memory = "1GiB"
-[jobs]
-cpus = 1
-memory = "2GiB"
-"""
-ALL_REDUCE = """
-    import os, torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.tensor([dist.get_rank() + 1.0])
-    dist.all_reduce(total)
-    print("rank", dist.get_rank(), "on", os.environ["GPUHUB_NODE"], "sum", total.item())
-    dist.barrier()
-    dist.destroy_process_group()
-"""
 CHECKPOINT = """
     import signal, sys, time, os
     def save(*_):
@@ -58,90 +30,6 @@ CHECKPOINT = """
     print("ready to save", flush=True)
     time.sleep(600)
 """
-
-
-@pytest.fixture(scope="module")
-def command() -> Iterator[Path]:
-    """A gpu-launch environment made as docs/slurm.md describes; torch and other large packages come from this one."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="gpuhub-notebook-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        environment = build_environment(folder, "ipykernel", "ipyparallel", str(ROOT / "extensions"))
-        packages = next((folder / "env" / "lib").glob("python3.*")) / "site-packages"
-        site_packages = next((ROOT / ".venv" / "lib").glob("python3.*")) / "site-packages"
-        (packages / "ours.pth").write_text(f"{site_packages}\n")
-        shutil.copytree(ROOT / "extensions" / "gpu_launch" / "image_config", folder / "env" / "etc" / "ipython")
-        extensions = folder / "env" / "etc" / "jupyter" / "jupyter_server_config.d" / "gpu_launch.json"
-        extensions.write_text('{"ServerApp": {"jpserver_extensions": {"gpu_launch.sshd.jupyter_extension": true}}}')
-        yield environment
-
-
-@pytest.fixture(scope="module")
-def cluster(command: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("hub")
-    with slurm_hub(INSTANCE, folder, command, site_port=27500, port=18440, further=FURTHER) as cluster:
-        write(cluster, "reduce.py", ALL_REDUCE)
-        write(cluster, "sleep.py", "import time; print('sleeping', flush=True); time.sleep(600)")
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def cell(cluster: Cluster) -> Iterator[Kernel]:
-    """A kernel of ada's notebook, which has no GPU."""
-    start(cluster, cluster.ada, "cpu")
-    with open_kernel(f"127.0.0.1:{cluster.hub.port}", cluster.ada, NB) as opened:
-        yield opened
-    cluster.ada.stop(NB)
-    cluster.wait_clear()
-
-
-@pytest.fixture(scope="module")
-def laptop(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Laptop:
-    """gpu-launch, logged in as ada."""
-    return log_in_laptop(cluster, tmp_path_factory.mktemp("laptop"))
-
-
-@pytest.fixture(autouse=True)
-def clear(cluster: Cluster) -> Iterator[None]:
-    """Remove what a test has left."""
-    yield
-    for job in [*launches(cluster), *cluster.jobs_of("ben")]:
-        cluster.site.ask("scancel", str(job))
-    wait_free(cluster)
-
-
-def write(cluster: Cluster, name: str, script: str, user: str = "ada") -> None:
-    """Write a file into the user's home."""
-    file = cluster.site.users[user].home / name
-    file.write_text(textwrap.dedent(script))
-    shutil.chown(file, USERS[user], USERS[user])
-
-
-def launches(cluster: Cluster) -> list[int]:
-    """Return ada's jobs except the oldest, which is the notebook."""
-    return cluster.jobs_of("ada")[1:]
-
-
-def workers() -> list[int]:
-    """Return the processes of all workers, engines and ranks."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                is_adas = entry.stat().st_uid == USERS["ada"]
-                command = (entry / "cmdline").read_bytes()
-                is_worker = b"gpu-launch-worker" in command or b"gpu_launch.worker" in command
-            except OSError:
-                continue
-            if is_adas and is_worker:
-                pids.append(int(entry.name))
-    return pids
-
-
-def wait_free(cluster: Cluster) -> None:
-    """Wait until only the notebook is left, in Slurm and on the nodes."""
-    wait_for(lambda: not launches(cluster), "no job of a launch is left", 60)
-    wait_for(lambda: not workers(), "no process of a launch is left", 30)
 
 
 def test_two_nodes_reduce_and_the_next_launch_reuses_the_workers(cluster: Cluster, cell: Kernel) -> None:
@@ -270,7 +158,7 @@ def test_laptop_sends_a_folder_and_gets_output_and_files(cluster: Cluster, lapto
     status, output = cluster.ben.ask(cluster.ben.broker, "GET", shared)
     assert status == 200, output
     assert "on rig2 sum 3.0" in output
-    [folder] = (cluster.site.users["ada"].home / "gpu-launch").iterdir()
+    [folder] = [path.parent for path in (cluster.site.users["ada"].home / "gpu-launch").glob("*/results")]
     laptop.run("cp", f"home:gpu-launch/{folder.name}/results", "fetched")
     assert (laptop.work / "fetched/out.txt").read_text() == "the result of helper"
     assert folder.stat().st_uid == USERS["ada"]
@@ -315,28 +203,6 @@ def test_ssh_lands_in_the_notebook(cluster: Cluster, cell: Kernel, laptop: Lapto
     assert shown == [str(job), "ada", str(cluster.site.users["ada"].home), python]
 
 
-def ssh(laptop: Laptop, host: str, command: str) -> list[str]:
-    """Return the words that a command writes that OpenSSH's client runs on a host of the laptop's settings."""
-    laptop.run("ssh-config")
-    words = ("ssh", "-F", str(laptop.home / ".ssh/config"), host, command)
-    done = subprocess.run(
-        words, cwd=laptop.work, env=laptop.environ(), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-def find_processes(command: bytes) -> list[int]:
-    """Return the processes whose command line contains this."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if command in (entry / "cmdline").read_bytes():
-                    pids.append(int(entry.name))
-    return pids
-
-
 def test_cells_share_the_worker_of_one_slurm_job(cluster: Cluster, cell: Kernel) -> None:
     """`%%gpu` is a Slurm job of its owner, whose worker stays for the next cell and ends with `--stop`."""
     cell.run("numbers = [1]")
@@ -365,10 +231,3 @@ def test_notebooks_own_gpu_is_used(cluster: Cluster, cell: Kernel) -> None:
     finally:
         cluster.ben.stop(NB)
     wait_for(lambda: not cluster.jobs_of("ben"), "no job of ben's is left", 60)
-
-
-def jobs(cluster: Cluster) -> list[dict[str, object]]:
-    """Return ada's jobs as the broker lists them, the newest first."""
-    status, rows = cluster.ada.ask(cluster.ada.broker, "GET", "/jobs?ended=true")
-    assert status == 200, rows
-    return list(rows["jobs"] if isinstance(rows, dict) else rows)
