@@ -36,6 +36,7 @@ PACKAGES = (
     "matplotlib",
     "numpy",
     "pandas",
+    "pyarrow",
     "pynvml",
     "scipy",
     "sklearn",
@@ -44,6 +45,13 @@ PACKAGES = (
 PROGRAMS = ("c++", "cc", "curl", "git", "git-lfs", "htop", "make", "python3-config", "rsync", "tmux", "uv")
 #: A function that torch translates to C++, compiles and loads.
 COMPILE = "import torch; assert torch.compile(lambda x: x.sin() * 2)(torch.zeros(8)).sum() == 0"
+#: Writes a table as a Parquet file, and reads it again.
+PARQUET = """
+import pandas
+table = pandas.DataFrame({"step": [1, 2], "name": ["a", "b"]})
+table.to_parquet("table.parquet")
+print(pandas.read_parquet("table.parquet").equals(table))
+"""
 FACTS = f"""
 import importlib, importlib.util, json, os, pathlib, shutil, stat, torch.distributed
 facts = {{"missing": [], "setuid": [], "wheels": [], "writable": [], "uid": os.getuid()}}
@@ -220,6 +228,11 @@ def test_debian_has_its_security_updates(closet: Any, facts: dict[str, Any], bui
 def test_torch_compiles(container: Any):
     """With the image's compiler and torch's headers, as an ordinary user."""
     _run(container, "python", "-c", COMPILE, limit_s=600)
+
+
+def test_pandas_reads_parquet_files(container: Any):
+    """Most public data sets come as such files."""
+    assert _run(container, "python", "-c", PARQUET) == "True\n"
 
 
 def test_user_has_an_account_name(container: Any):
