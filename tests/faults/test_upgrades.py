@@ -11,13 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
 
-from gpuhub.broker.db.engine import build_engine
 from gpuhub.ops.deploy.programs import BROKER, HUB
 from tests.faults.testbed.testbed import FaultTestbed
+from tests.support.broker.store_revisions import move_store, read_revision
 from tests.support.product import wait_for
 
 
@@ -27,25 +24,15 @@ def test_downgrade_and_upgrade_by_one_migration(testbed: FaultTestbed) -> None:
     seen = testbed.start("ada", "nb", "on1")
     lease = testbed.lease_of("ada", "nb")
     testbed.supervisor.stop(BROKER)
-    engine = build_engine(f"sqlite:///{testbed.paths.store}")
-    with engine.begin() as connection:
-        newest = _version(connection)
-        config = Config()
-        config.set_main_option("script_location", "gpuhub.broker.db:migrations")
-        config.attributes["connection"] = connection
-        command.downgrade(config, "-1")
-        assert _version(connection) != newest
-    engine.dispose()
+    newest = read_revision(testbed.paths.store)
+    move_store(testbed.paths.store, "-1")
+    assert read_revision(testbed.paths.store) != newest
     testbed.supervisor.ensure_started(BROKER)
     wait_for(testbed.is_live, "the broker answers", 60)
     testbed.kill_and_wait(HUB)
     assert testbed.lease_of("ada", "nb")["id"] == lease["id"]
     wait_for(lambda: testbed.clients["ada"].is_ready("nb"), "ada's server is ready", 60)
     assert testbed.container("ada", "nb") == seen
-
-
-def _version(connection: sa.Connection) -> str:
-    return str(connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one())
 
 
 @contextmanager

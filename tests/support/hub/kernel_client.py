@@ -20,10 +20,24 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class Kernel:
     """A kernel that runs cells one after the other."""
 
-    def __init__(self, socket: websocket.WebSocket) -> None:
-        self._socket = socket
+    def __init__(self, url: str, token: dict[str, str]) -> None:
+        """Connect to the kernel at this address, with a token as a header."""
+        self._url, self._token = url, token
+        self._socket = self._connect()
         #: Whether a cell has ended with an error.
         self.has_failed = False
+
+    def reconnect(self) -> None:
+        """Connect again, after the proxy has been away."""
+        self.close()
+        self._socket = self._connect()
+
+    def close(self) -> None:
+        """Close the connection; the kernel runs on."""
+        self._socket.close()
+
+    def _connect(self) -> websocket.WebSocket:
+        return websocket.create_connection(self._url, header=self._token, timeout=60)
 
     def begin(self, code: str) -> str:
         """Start a cell and return its message id."""
@@ -79,9 +93,9 @@ def open_kernel(address: str, user: Client, server: str, *, notebook: str = "") 
         created = web.post(f"http://{url}", json={"name": "python3", "path": notebook})
         created.raise_for_status()
         kernel_url = f"{url}/{created.json()['id']}"
-        socket = websocket.create_connection(f"ws://{kernel_url}/channels", header=token, timeout=60)
+        kernel = Kernel(f"ws://{kernel_url}/channels", token)
         try:
-            yield Kernel(socket)
+            yield kernel
         finally:
-            socket.close()
+            kernel.close()
             web.delete(f"http://{kernel_url}")

@@ -10,20 +10,17 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
 
 from gpuhub.broker.db import tables
-from gpuhub.broker.db.engine import build_engine, check_revision, find_newest_revision, find_revision
+from gpuhub.broker.db.engine import build_engine, check_revision, find_newest_revision
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.common.errors import SetupError
 from gpuhub.domain import lease_states
+from tests.support.broker.store_revisions import RELEASED, move_store
 
 STORES = Path(__file__).parent / "stores"
-#: The revision of the tables of 0.1.0.
-OLD = "0004"
 REVISIONS = [f"{number:04}" for number in range(1, int(find_newest_revision()) + 1)]
 
 
@@ -34,18 +31,6 @@ def old_store(tmp_path: Path) -> Path:
     with closing(sqlite3.connect(file)) as database:
         database.executescript((STORES / "0.1.0.sql").read_text())
     return file
-
-
-def move(file: Path, to: str) -> None:
-    """Migrate a store up or down."""
-    engine = build_engine(f"sqlite:///{file}")
-    config = Config()
-    config.set_main_option("script_location", "gpuhub.broker.db:migrations")
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        is_down = to == "base" or (find_revision(connection) or "") > to
-        (command.downgrade if is_down else command.upgrade)(config, to)
-    engine.dispose()
 
 
 def read_schema(file: Path) -> dict[str, Any]:
@@ -110,7 +95,7 @@ def test_back_to_0_1_0(old_store: Path) -> None:
     """After the way there and back, schema and rows are those that 0.1.0 wrote, with notebooks still running."""
     schema, rows = read_schema(old_store), dict(read_rows(old_store))
     Store.open_file(old_store).close()
-    move(old_store, OLD)
+    move_store(old_store, RELEASED)
     assert read_schema(old_store) == schema
     assert dict(read_rows(old_store)) == rows
 
@@ -122,7 +107,7 @@ def test_what_ended_in_the_new_version_is_ended_in_the_old_one(old_store: Path) 
     gone = lease_states.prove_released(lease_states.release(ada, "stopped", 2000.0), "rig1", 2001.0)
     store.save(Changes(leases=[(ada, gone)]))
     store.close()
-    move(old_store, OLD)
+    move_store(old_store, RELEASED)
     states = {row["id"]: (row["state"], row["released_at"]) for row in dict(read_rows(old_store))["leases"]}
     assert states["l-ada"] == ("released", 2001.0)
     assert states["l-ben"] == ("active", None)
@@ -132,24 +117,24 @@ def test_what_ended_in_the_new_version_is_ended_in_the_old_one(old_store: Path) 
 def test_each_migration_has_a_way_back(tmp_path: Path, revision: str) -> None:
     """Going one further and back leaves exactly the tables of the revision."""
     file = tmp_path / "b.sqlite"
-    move(file, revision)
+    move_store(file, revision)
     schema = read_schema(file)
     further = f"{int(revision) + 1:04}"
     if further in REVISIONS:
-        move(file, further)
+        move_store(file, further)
         assert read_schema(file) != schema
-        move(file, revision)
+        move_store(file, revision)
         assert read_schema(file) == schema
     else:
         assert set(schema) == {*tables.metadata.tables, "alembic_version"}
-    move(file, "base")
+    move_store(file, "base")
     assert set(read_schema(file)) <= {"alembic_version"}
 
 
 def test_a_new_store_has_the_tables_that_migrations_make(tmp_path: Path) -> None:
     """It is created from the model at once, and has the newest revision."""
     migrated, created = tmp_path / "migrated.sqlite", tmp_path / "created.sqlite"
-    move(migrated, REVISIONS[-1])
+    move_store(migrated, REVISIONS[-1])
     Store.open_file(created).close()
     assert read_schema(created) == read_schema(migrated)
     assert dict(read_rows(created))["alembic_version"] == [{"version_num": REVISIONS[-1]}]
