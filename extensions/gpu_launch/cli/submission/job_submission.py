@@ -260,34 +260,37 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
         context.console.print_result({"array": run_id, "folder": job.manifest.folder, "tasks": tasks}, run_id)
 
 
-def submit_chain(context: Context, chain: Sequence[JobSubmission]) -> None:
-    """Send the files of all jobs, and request each to start when the one before has succeeded; all, or none.
+def submit_tasks(context: Context, tasks: Sequence[JobSubmission]) -> None:
+    """Send the files of all jobs of a task file, and request all of them, or none.
+
+    Each starts when the one before has succeeded; in a job group, as soon as its GPUs are free.
 
     Raises:
         BrokerError: a job is refused, and those before it are cancelled.
     """
-    run_ids = [run_folder.new_run_id() for _ in chain]
-    for job, run_id in zip(chain, run_ids, strict=True):
+    run_ids = [run_folder.new_run_id() for _ in tasks]
+    for job, run_id in zip(tasks, run_ids, strict=True):
         send_job(context, job, run_id)
     requested: list[Job] = []
     try:
-        for job, run_id in zip(chain, run_ids, strict=True):
-            after = requested[-1].run_id if requested else job.after
+        for job, run_id in zip(tasks, run_ids, strict=True):
+            after = requested[-1].run_id if requested and not job.is_parallel else job.after
             requested += _request_jobs(context, replace(job, after=after), run_id, batch=True)
     except (BrokerError, KeyboardInterrupt):
         _cancel_runs(context, run_ids)
-        for job in chain:
+        for job in tasks:
             _note_folder(context, job)
         raise
-    _note_holdings(context, chain[0], requested[:1])
+    _note_holdings(context, tasks[0], requested[:1])
+    how, ends = ("side by side", "one") if tasks[0].is_parallel else ("one after another", "one and those after it")
     context.console.print_note(
-        f"gpu-launch: {len(chain)} tasks run one after another without this command: gpu-launch ps lists them, "
-        "gpu-launch cancel RUN ends one and those after it"
+        f"gpu-launch: {len(tasks)} tasks run {how} without this command: gpu-launch ps lists them, "
+        f"gpu-launch cancel RUN ends {ends}"
     )
     for view in requested:
         note_port(context, view)
     context.console.print_result(
-        [_build_detached_json(context, job, view) for job, view in zip(chain, requested, strict=True)],
+        [_build_detached_json(context, job, view) for job, view in zip(tasks, requested, strict=True)],
         "\n".join(run_ids),
     )
 

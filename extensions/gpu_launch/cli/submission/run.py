@@ -136,7 +136,7 @@ def run(context: Context, /, script: str, arguments: tuple[str, ...], **given: A
     if len(jobs) == 1:
         job_submission.run(context, jobs[0], detach=given["detach"], dry_run=given["dry_run"])
     else:
-        task_submission.run_pipeline(context, jobs, detach=given["detach"], dry_run=given["dry_run"])
+        task_submission.run_tasks(context, jobs, detach=given["detach"], dry_run=given["dry_run"])
 
 
 def check_users(names: Sequence[str]) -> tuple[str, ...]:

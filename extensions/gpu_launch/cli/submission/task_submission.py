@@ -1,4 +1,4 @@
-"""From a task file to jobs: one, or those of a pipeline, one after another."""
+"""From a task file to jobs: one, those of a pipeline, one after another, or those of a job group, side by side."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from gpu_launch.options import command
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.training import comm_modes
 
+#: In a job group, SkyPilot's tasks find each other by names made of this variable.
+_GROUP_NAME = "SKYPILOT_JOBGROUP_NAME"
 #: Options about ranks; a task's commands start their own.
 _RANKS_ONLY = {
     "max_restarts": "--max-restarts",
@@ -33,7 +35,7 @@ _RANKS_ONLY = {
 
 
 def build_jobs(context: Context, asked: RunArguments) -> tuple[JobSubmission, ...]:
-    """Return the jobs of a task file in their order: several for a pipeline.
+    """Return the jobs of a task file in their order: several for a pipeline or a job group.
 
     Raises:
         UsageError: naming the file, and what in it is not supported.
@@ -89,8 +91,10 @@ def build_module(
     return replace(job, manifest=manifest)
 
 
-def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: bool, dry_run: bool) -> None:
-    """Run the jobs one after another, up to the first that fails, while this command waits; not with `detach`.
+def run_tasks(context: Context, jobs: Sequence[JobSubmission], *, detach: bool, dry_run: bool) -> None:
+    """Run the jobs one after another, up to the first that fails, while this command waits.
+
+    It does not wait with `detach`, nor for a job group.
 
     Raises:
         UsageError: for options that are for one job.
@@ -98,7 +102,8 @@ def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: boo
         Ended: with the exit status of the job that failed.
     """
     if any(job.indexes is not None for job in jobs):
-        raise UsageError("--array is for one task: this file has several, which run one after another.")
+        raise UsageError("--array is for one task: this file has several.")
+    detach = detach or jobs[0].is_parallel
     if context.console.is_json and not (detach or dry_run):
         raise UsageError("--json is for one task, or with --detach: this file has several, each with its own result.")
     for job in jobs:
@@ -108,7 +113,7 @@ def run_pipeline(context: Context, jobs: Sequence[JobSubmission], *, detach: boo
         context.console.print_result(plans, "\n\n".join(job_plan.format_plan(job) for job in jobs))
         return
     if detach:
-        job_submission.submit_chain(context, jobs)
+        job_submission.submit_tasks(context, jobs)
         return
     for number, job in enumerate(jobs, start=1):
         context.console.print_note(f"gpu-launch: task {number} of {len(jobs)}: {job.manifest.name}")
@@ -154,6 +159,11 @@ def _leave_out_unsupported(file: TaskFile, cluster: Cluster) -> TaskFile:
 
 
 def _check_task(asked: RunArguments, file: TaskFile, cluster: Cluster) -> _CheckedTask:
+    if file.is_parallel and _GROUP_NAME in file.setup + file.run:
+        raise UsageError(
+            f"the commands name {_GROUP_NAME}: tasks that run side by side have no names in the network. They have "
+            "one home: let them exchange files there."
+        )
     environ = parser.build_environ(file, envs=asked.envs, secrets=asked.secrets)
     mounts = tuple(
         file_mounts.place_mount(mount, environ=environ, here=asked.here, commands=file.setup + "\n" + file.run)
@@ -247,7 +257,8 @@ def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> Job
         environ=task.environ | ({comm_modes.VARIABLE: task.options.comm} if task.options.comm else {}),
         secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
     )
-    return job_submission.build_submission(asked, manifest, task.options, load, retries=file.retries, port=file.port)
+    job = job_submission.build_submission(asked, manifest, task.options, load, retries=file.retries, port=file.port)
+    return replace(job, is_parallel=file.is_parallel)
 
 
 def _replace_paths(asked: RunArguments, commands: str, folder: str, mounts: tuple[file_mounts.PlacedMount, ...]) -> str:

@@ -326,6 +326,8 @@ class JobSubmission:
     max_running: int | None = None
     #: The run, or array, that must succeed before; None for none.
     after: str | None = None
+    #: It runs next to the other jobs of its task file, instead of after the one before.
+    is_parallel: bool = False
     #: Number of times that it runs again after a failure.
     retries: int = 0
     #: It starts again at the next request to its port, after it has ended by itself and well.

@@ -17,7 +17,7 @@ from gpu_launch.options.value_types import DATASETS
 
 _MAX_NODES = 1024
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: Keys of a first document that is no task, but names the pipeline of the others.
+#: Keys of a first document that is no task, but is about all others.
 _HEADER_KEYS = frozenset({"name", "execution", "primary_tasks", "termination_delay"})
 
 
@@ -52,12 +52,14 @@ class TaskFile:
     stage: tuple[str, ...] = ()
     #: The job runs on guests.
     guests: bool = False
+    #: It runs next to the other tasks of its file, instead of after the one before.
+    is_parallel: bool = False
     #: Keys without effect with the reason, for a person.
     notes: tuple[str, ...] = ()
 
 
 def parse_task_files(text: str) -> tuple[TaskFile, ...]:
-    """Parse the tasks of a file: one, or those of a pipeline in their order.
+    """Parse the tasks of a file: one, or those of a pipeline or job group in their order.
 
     Raises:
         UsageError: A key is not supported; the text names it and its line.
@@ -68,27 +70,27 @@ def parse_task_files(text: str) -> tuple[TaskFile, ...]:
     first = {item.key for item in documents[0]}
     if len(documents) == 1 or not first <= _HEADER_KEYS:
         return tuple(parse_task(document) for document in documents)
-    pipeline = _parse_header(documents[0])
-    tasks = [parse_task(document) for document in documents[1:]]
+    header = _parse_header(documents[0])
+    tasks = [replace(parse_task(document), is_parallel=header.is_parallel) for document in documents[1:]]
     if len(tasks) == 1:
-        return (replace(tasks[0], name=tasks[0].name or pipeline),)
+        return (replace(tasks[0], name=tasks[0].name or header.name),)
     return tuple(
-        task if task.name or not pipeline else replace(task, name=f"{pipeline}-{number}")
+        task if task.name or not header.name else replace(task, name=f"{header.name}-{number}")
         for number, task in enumerate(tasks, start=1)
     )
 
 
-def _parse_header(items: tuple[YamlItem, ...]) -> str:
-    """Return the pipeline's name."""
-    name = ""
+def _parse_header(items: tuple[YamlItem, ...]) -> TaskFile:
+    """Return name and execution of all tasks."""
+    header = TaskFile()
     for item in items:
         if item.key == "name":
-            name = _set_name(TaskFile(), item).name
-        elif item.key == "execution" and item.value == "parallel":
-            raise item.build_error("is parallel, which is not supported: run each task as a file of its own.")
-        elif item.value is not None and (item.key, item.value) != ("execution", "serial"):
+            header = _set_name(header, item)
+        elif item.key == "execution" and item.value in {"serial", "parallel"}:
+            header = replace(header, is_parallel=item.value == "parallel")
+        elif item.value is not None:
             raise item.build_error("is not known, or not supported here.")
-    return name
+    return header
 
 
 def parse_task(items: tuple[YamlItem, ...], *, needs_commands: bool = True) -> TaskFile:

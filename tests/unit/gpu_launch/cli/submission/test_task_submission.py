@@ -27,6 +27,7 @@ run: echo two
 name: report
 run: echo three
 """
+GROUP = "name: rl\nexecution: parallel\n---\nname: train\nrun: x\n---\nrun: y\n"
 
 
 @pytest.fixture
@@ -218,7 +219,8 @@ def test_tasks_of_an_array_have_skypilots_job_ranks(hub: FakeHub) -> None:
         ("run: cd ~/sky_workdir\n", ["--no-workdir"], "the commands name ~/sky_workdir, which is the folder"),
         ("file_mounts: {a: data.txt}\nrun: x\n", ["--no-workdir"], "file_mounts are sent with the job's folder"),
         (PIPELINE, ["--json"], "--json is for one task, or with --detach"),
-        ("execution: parallel\n---\nrun: x\n---\nrun: y\n", ["--detach"], "execution is parallel"),
+        (GROUP, ["--array", "0-1"], "--array is for one task"),
+        (GROUP + "---\nrun: curl server-0.$SKYPILOT_JOBGROUP_NAME\n", [], "have no names in the network"),
         (PIPELINE, ["--array", "0-1"], "--array is for one task"),
         (PIPELINE, ["--name", "x"], "--name is for one job, and this file has several tasks"),
         (PIPELINE + "---\nrun: x\nresources: {gpus: H100}\n", [], "asks for H100, and the cluster has"),
@@ -275,6 +277,20 @@ def test_detached_pipeline_is_a_chain_of_jobs(hub: FakeHub, capsys: pytest.Captu
     assert [job["folder"] for job in jobs] == [_read_manifest(hub, number).folder for number in range(3)]
     assert all(job["batch"] for job in hub.asked)
     assert "3 tasks run one after another without this command" in shown.err
+
+
+def test_tasks_of_a_job_group_are_jobs_side_by_side(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the laptop and without waiting for each other, all after another run."""
+    hub.add("run-20260101-000000-abc123", name="first")
+    _write(GROUP)
+    assert main.run_command(["run", "--json", "--after", "first", "task.yaml"]) == 0
+    shown = capsys.readouterr()
+    jobs = json.loads(shown.out)
+    assert [(job["name"], job["after"]) for job in jobs] == [
+        ("train", "run-20260101-000000-abc123"), ("rl-2", "run-20260101-000000-abc123")
+    ]  # fmt: skip
+    assert all(job["batch"] for job in hub.asked)
+    assert "2 tasks run side by side without this command" in shown.err
 
 
 def test_detached_pipeline_runs_as_a_whole_or_not_at_all(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:

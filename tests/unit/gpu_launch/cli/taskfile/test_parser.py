@@ -295,13 +295,15 @@ def test_several_documents_are_a_pipeline() -> None:
     assert [(task.name, task.run) for task in tasks] == [("prepare", "echo one"), ("nightly-2", "echo two")]
     assert [task.name for task in parser.parse_task_files("run: a\n---\nrun: b\n")] == ["", ""]
     assert len(parser.parse_task_files("name: x\nexecution: serial\n---\nrun: a\n---\n---\nrun: b\n---\n")) == 2
+    assert not any(task.is_parallel for task in tasks)
+    assert all(task.is_parallel for task in parser.parse_task_files(f"execution: parallel\n{PIPELINE}"))
     assert _parse("name: x\n---\nrun: a\n").name == "x"
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("name: x\nexecution: parallel\n---\nrun: a\n", "line 2: execution is parallel, which is not supported"),
+        ("name: x\nexecution: both\n---\nrun: a\n", "line 2: execution is not known, or not supported"),
         ("name: x\nprimary_tasks: [a]\n---\nrun: a\n", "line 2: primary_tasks is not known, or not supported"),
         ("name: x\n---\nsetup: a\n", "it has no `run`"),
         ("name: x\n---\nrun: a\nnmae: b\n", "line 4: nmae is not known"),
