@@ -149,14 +149,14 @@ def run_make(target: str, **variables: str) -> str:
     return support.run_make(INSTANCE, target, **variables)
 
 
-def gpuhub(*words: str) -> str:
+def gpuhub(*words: str, timeout_s: float = 60) -> str:
     """Run the administrator's command on the head node and return its output."""
     done = subprocess.run(
         [ROOT / ".venv" / "bin" / "gpuhub", *words, "--instance", INSTANCE],
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -14,7 +14,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.images.build_plan import BASE, FAMILIES, NOTEBOOK, SERVICES, read_sources
+from gpuhub.ops.images.build_plan import BASE, FAMILIES, NOTEBOOK, PARENTS, SERVICES, read_sources
 from gpuhub.ops.images.builder import BuiltImage, build_images, find_image, tag_latest
 from gpuhub.ops.images.image_source import ImageSource, count_known_layers
 from gpuhub.ops.images.lab_assets import ensure_lab_assets
@@ -103,6 +103,9 @@ async def push(
 ) -> None:
     """Send images from the node that builds to all others; without names, all that nodes need.
 
+    The newest images of gpuhub get the tag of their build there as well: without it, they would have no name any more
+    once there are newer ones, and nothing would remove them.
+
     Raises:
         GpuhubError: The node that builds lacks an image, or another node did not accept it.
     """
@@ -110,7 +113,20 @@ async def push(
     needed = [f"{image}:latest" for image in (*list_families(cluster), BASE)] + list_foreign_images(cluster)
     for name in names:
         await _require_image(daemons, builder, name)
-    await send_foreign_images(daemons, names or needed, builder, progress)
+    built = {name: await _find_build(daemons, builder, name) for name in names or needed}
+    await send_images(daemons, [name for name in built.values() if name is not None], builder, progress)
+    await send_foreign_images(daemons, [name for name in built if built[name] is None], builder, progress)
+
+
+async def _find_build(daemons: DockerClients, builder: str, name: str) -> str | None:
+    """Return the newest image of a repository of gpuhub with the tag of its build; None for other images."""
+    repository, _, tag = with_tag(name).rpartition(":")
+    image = await daemons.run(builder, partial(find_image, name=name))
+    if image is None or tag != "latest" or repository not in {BASE, *PARENTS}:
+        return None
+    others = (other for other in image["RepoTags"] if other.rpartition(":")[0] == repository)
+    tags = (other for other in others if not other.rpartition(":")[2].startswith((PINNED, "latest")))
+    return next(tags, None)
 
 
 async def pin(daemons: DockerClients, cluster: ClusterSettings, name: str, progress: ProgressCallback) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import docker.errors
@@ -72,6 +73,25 @@ def test_the_image_of_services_is_built_where_one_uses_it():
     assert distribution.list_families(build_cluster(services=[mine])) == ["gpuhub/notebook"]
     mlflow = {"name": "mlflow", "preset": "mlflow", "data": "/srv/mlflow"}
     assert distribution.list_families(build_cluster(services=[mine, mlflow])) == ["gpuhub/notebook", "gpuhub/services"]
+
+
+async def test_pushed_images_keep_the_tag_of_their_build(monkeypatch: pytest.MonkeyPatch):
+    """By it `gpuhub image gc` finds them when `latest` is another image; others have the tag that was asked for."""
+    tags = ["gpuhub/notebook:pinned-abc", "gpuhub/notebook:latest", "gpuhub/notebook:abc123", "lab/copy:1"]
+    images = {"gpuhub/notebook": tags, "gpuhub/base:latest": ["gpuhub/base:def456", "gpuhub/base:latest"]}
+    client = SimpleNamespace(inspect_image=lambda name: {"RepoTags": images.get(name, [name])})
+    daemons = SimpleNamespace(nodes=[SimpleNamespace(name=name) for name in ("rig1", "rig2")])
+
+    async def run(node: str, work: Any, *, kind: CallKind = CallKind.SHORT) -> Any:
+        return work(client)
+
+    daemons.run = run
+    sent: list[object] = []
+    monkeypatch.setattr(distribution, "ensure_sent", lambda names, *_others: sent.append(names))
+    monkeypatch.setattr(distribution, "send_image", lambda name, *_others: sent.append(name))
+    names = ["gpuhub/notebook", "lab/mine:1", "gpuhub/base:latest", "gpuhub/notebook:old999"]
+    await distribution.push(daemons, build("lab/mine:1"), names, lambda _step: None)  # type: ignore[arg-type]
+    assert sent == [["gpuhub/notebook:abc123", "gpuhub/base:def456"], "lab/mine:1", "gpuhub/notebook:old999"]
 
 
 async def test_a_missing_image_is_named():
