@@ -54,9 +54,11 @@ _BODY_TIMEOUT_S = 120.0
 #: Time after which a browser asks again for a server that does not answer yet, seconds.
 _REFRESH_S = 3
 _WAITING_HEAD = (
-    "<!doctype html><title>gpuhub</title><meta name=color-scheme content='light dark'>"
+    "<!doctype html><html lang=en><title>gpuhub</title><meta name=color-scheme content='light dark'>"
+    "<meta name=viewport content='width=device-width'>"
     "<style>body { font: 1.1rem system-ui, sans-serif; max-width: 36rem; margin: 20vh auto; padding: 0 1rem }</style>"
 )
+_WAITING_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 #: Repeated when a kept connection turns out to be closed.
 _REPEATABLE = frozenset({"GET", "HEAD"})
@@ -244,8 +246,9 @@ def is_navigation(request: Request) -> bool:
 
 def build_waiting_page(error: GpuhubError) -> HTMLResponse:
     """Return a page about a server that does not answer yet; the browser opens the address again by itself."""
-    page = f"{_WAITING_HEAD}<p>{html.escape(str(error))}</p><p>This page tries again by itself.</p>"
-    return HTMLResponse(page, problems.http_status(error), headers={"Refresh": str(_REFRESH_S)})
+    page = f"{_WAITING_HEAD}<main><p>{html.escape(str(error))}</p><p>This page tries again by itself.</p></main>"
+    headers = {"Refresh": str(_REFRESH_S), "Content-Security-Policy": _WAITING_POLICY}
+    return HTMLResponse(page, problems.http_status(error), headers=headers)
 
 
 def _redirect_to_hub(request: Request, job_id: str, *, target: str) -> RedirectResponse:
