@@ -15,7 +15,7 @@ from gpuhub.broker.controllers.hub_client import HubClient
 from gpuhub.common import names, secrets
 from tests.support.broker.in_process import Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import CLOSET, simulated_nodes
-from tests.support.hub.served_hub import ServedHub
+from tests.support.hub.served_hub import HUB_CONFIG, ServedHub
 
 _NODE = """
 [[nodes]]
@@ -45,7 +45,8 @@ admins = ["root1"]
 uid_first = 20000
 longest_lease = "24h"
 [storage]
-home = "/tmp/{{{{username}}}}"
+home = "{homes}/{{{{username}}}}"
+{tables}
 """
 
 
@@ -118,18 +119,23 @@ def simulated_hub(
     first_port: int,
     cards: dict[str, list[tuple[str, int]]] = CLOSET,
     keys: Mapping[str, str] | None = None,
+    tables: str = "",
+    config: str = HUB_CONFIG,
 ) -> Iterator[SimulatedHub]:
     """Start proxy, hub and broker, and end them with the block.
 
     Args:
         keys: Further lines of the tables of some nodes, by node.
+        tables: Further tables of cluster.toml, without braces.
+        config: The hub's configuration, as that of a `ServedHub`.
     """
     nodes = "".join(
         # The served hub formats the text once more.
         _NODE.format(name=name, number=number) + (keys or {}).get(name, "").replace("{", "{{").replace("}", "}}")
         for number, name in enumerate(cards, 1)
     )
-    served = ServedHub(instance, folder, "internal_tls = false", first_port, settings=SETTINGS.format(nodes=nodes))
+    settings = SETTINGS.format(nodes=nodes, homes=folder / "homes", tables=tables)
+    served = ServedHub(instance, folder, "internal_tls = false", first_port, settings=settings, config=config)
     try:
         served.start("proxy", "hub")
         token = secrets.read_secret(served.paths, secrets.BROKER_TOKEN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -214,24 +213,6 @@ def test_administrator_sets_limits_of_a_user(hub: SimulatedHub, admin: Page, ada
     dialog.get_by_role("button", name="Set limits").click()
     expect(row.locator(".badge")).to_have_count(0)
     expect(part(ada, "own")).not_to_contain_text("1 of 3")
-
-
-def test_pages_are_readable_and_accessible(hub: SimulatedHub, open_page: Callable[..., Page]) -> None:
-    """At a phone's width nothing is cut off; both of JupyterHub's themes; axe-core finds nothing serious."""
-    hub.request_notebook("ada", "rtx5090")
-    start_job(hub)
-    hub.request_notebook("ben", "rtx5090")
-    hub.request_notebook("ada", "rtx5090", "second")
-    for name in ("ada", "root1"):
-        page = open_page(name, reduced_motion="reduce")
-        expect(part(page, "queue")).to_contain_text("ben waits for")
-        for scheme, width in itertools.product(("light", "dark"), (360, 1280)):
-            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-            page.set_viewport_size({"width": width, "height": 740})
-            expect(page.locator(f"html[data-bs-theme={scheme}]")).to_have_count(1)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            take_picture(page, f"gpus-live-{name}-{scheme}-{width}")
-            check_accessibility(page)
 
 
 def test_page_recovers_from_an_interruption(hub: SimulatedHub, ada: Page) -> None:
