@@ -55,6 +55,8 @@ class Environment:
     #: JUPYTERHUB_SSL_CERTFILE, JUPYTERHUB_SSL_KEYFILE: files with this notebook's certificate and key.
     certificate: str = ""
     key: str = ""
+    #: JUPYTERHUB_PUBLIC_HUB_URL: an address of the hub for browsers; empty where it is not known, and in workers.
+    hub_url: str = ""
     #: GPUHUB_IMAGE: the image that the user chose for this notebook; empty where there is no choice.
     image: str = ""
     #: GPUHUB_STAGED: the datasets of which this container has its node's copy.
@@ -97,6 +99,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         broker_ca=env.get("GPUHUB_BROKER_CA", ""),
         certificate=env.get("JUPYTERHUB_SSL_CERTFILE", ""),
         key=env.get("JUPYTERHUB_SSL_KEYFILE", ""),
+        hub_url=env.get("JUPYTERHUB_PUBLIC_HUB_URL", ""),
         image=env.get("GPUHUB_IMAGE", ""),
         staged=tuple(filter(None, env.get("GPUHUB_STAGED", "").split(","))),
         services=tuple(filter(None, env.get("GPUHUB_SERVICES", "").split(","))),

@@ -27,12 +27,19 @@ class BrokerError(GpuLaunchError):
     """The broker refused, or cannot be reached. `status` is the HTTP status, None without a response.
 
     `retry_after_s` is the time after which a request that came too soon is accepted, None for any other.
+    `help_url` is the hub's page about the error, empty where the text says all.
     """
 
-    def __init__(self, text: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, text: str, *, status: int | None = None, retry_after_s: float | None = None, help_url: str = ""
+    ) -> None:
         super().__init__(text)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.help_url = help_url
+
+    def _render_traceback_(self) -> list[str]:
+        return super()._render_traceback_() + ([f"More: {self.help_url}"] if self.help_url else [])
 
 
 class NetworkError(GpuLaunchError):

@@ -25,6 +25,7 @@ from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup
 from gpuhub.broker.admission import submit
 from gpuhub.broker_api.schemas import JobRequest, JobState, WorkerState
 from gpuhub.config.settings import SchedulingSettings
+from gpuhub.config.users.users import UserSettings
 from gpuhub.domain.rate_limit import RateLimit
 from tests.support.broker.in_process import Running, Setting, served_broker
 from tests.support.docker.simulated_nodes import build_cluster, wait_until
@@ -160,6 +161,27 @@ def test_refusals_have_readable_messages(
         _create(BrokerClient(running.url, token, patience_s=30.0), **parts)
     assert (caught.value.status, str(caught.value)[: len(text)]) == (status, text)
     assert time.monotonic() - began < 10
+
+
+def test_error_leads_to_the_hubs_page_about_it(tmp_path: Path) -> None:
+    """Where the page says more than the text, and the hub's address is known."""
+    setting = Setting(tmp_path, cluster=build_cluster(users=UserSettings(allowed=("ada",), max_jobs=1)))
+    with served_broker(setting) as running:
+        notebook = dataclasses.replace(
+            environment.read({}), broker_url=running.url, token="ada", hub_url="https://gpus.lan/hub/"
+        )
+        client = BrokerClient.for_notebook(notebook)
+        _create(client)
+        with pytest.raises(BrokerError) as caught:
+            _create(client, run_id="run-000002")
+        page = "https://gpus.lan/hub/gpuhub/troubleshooting#too-many-jobs"
+        assert (caught.value.help_url, caught.value._render_traceback_()[-1]) == (page, f"More: {page}")
+        with pytest.raises(BrokerError) as unknown:
+            client.get_job("nothing")
+        assert unknown.value.help_url == ""
+        with pytest.raises(BrokerError) as caught:
+            _create(BrokerClient(running.url, "ada"), run_id="run-000002")
+        assert caught.value._render_traceback_() == [f"BrokerError: {caught.value}"]
 
 
 def test_check_of_a_job_creates_nothing(client: BrokerClient) -> None:

@@ -29,12 +29,29 @@ LONG_POLL_S = 20.0
 _ANSWER_TIMEOUT_S = 15.0  # seconds for an ordinary answer
 _RETRY_S = 0.5  # seconds between tries
 _RESTARTING = frozenset({502, 503, 504})
+#: Codes of problems whose text says all that the hub's page about them does.
+_PLAIN_CODES = frozenset(
+    {
+        "conflict",
+        "error",
+        "invalid-request",
+        "malformed-request",
+        "method-not-allowed",
+        "no-route",
+        "not-allowed",
+        "not-found",
+        "not-known",
+        "too-many-requests",
+        "too-slow",
+    }
+)
 
 
 class BrokerClient:
     """A client with a notebook's or a user's token.
 
-    On a laptop `url` is `HUB/services/broker`. Without `tls` the system's certificates are trusted.
+    On a laptop `url` is `HUB/services/broker`. Without `tls` the system's certificates are trusted. `hub_url` is an
+    address of the hub for browsers, empty if it is not known.
     """
 
     def __init__(
@@ -45,8 +62,10 @@ class BrokerClient:
         patience_s: float = RETRY_LIMIT_S,
         on_retry: Callable[[str], None] = lambda text: None,
         tls: ssl.SSLContext | None = None,
+        hub_url: str = "",
     ) -> None:
         self._base = f"{url}/api/v1"
+        self._hub_url = hub_url
         self._token = token
         self._patience_s = patience_s
         self._on_retry = on_retry
@@ -63,7 +82,7 @@ class BrokerClient:
             BrokerError: The notebook's certificates cannot be read.
         """
         tls = load_own_tls(env)
-        return cls(env.broker_url or "", env.token or "", patience_s=patience_s, tls=tls)
+        return cls(env.broker_url or "", env.token or "", patience_s=patience_s, tls=tls, hub_url=env.hub_url)
 
     def get_cluster(self) -> models.Cluster:
         """Return all nodes and GPUs."""
@@ -317,11 +336,8 @@ class BrokerClient:
                 text = response.read()
         except urllib.error.HTTPError as error:
             with error:
-                text = error.read()
-                retry_after_s = _parse_retry_after(text, error.headers.get("Retry-After"))
-                raise BrokerError(
-                    parse_problem(error.code, text), status=error.code, retry_after_s=retry_after_s
-                ) from None
+                retry_after = error.headers.get("Retry-After")
+                raise build_error(error.code, error.read(), self._hub_url, retry_after) from None
         except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise BrokerError(f"The broker at {self._base} cannot be reached: {reason}.") from None
@@ -349,6 +365,31 @@ def _build_job_request(demand: GpuRequest, *, exclude_nodes: tuple[str, ...], **
 
 def _quote(text: str) -> str:
     return urllib.parse.quote(text, safe="")
+
+
+def build_error(status: int, body: bytes, hub_url: str, retry_after: str | None = None) -> BrokerError:
+    """Return the error of a problem document.
+
+    Args:
+        hub_url: An address of the hub for browsers; empty if it is not known.
+        retry_after: The header of this name.
+    """
+    return BrokerError(
+        parse_problem(status, body),
+        status=status,
+        retry_after_s=_parse_retry_after(body, retry_after),
+        help_url=_find_help(body, hub_url),
+    )
+
+
+def _find_help(body: bytes, hub_url: str) -> str:
+    try:
+        problem = json.loads(body)
+        code, page = problem["code"], str(problem["type"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+    has_page = hub_url and page.startswith("/hub/") and code not in _PLAIN_CODES
+    return urllib.parse.urljoin(hub_url, page) if has_page else ""
 
 
 def parse_problem(status: int, body: bytes) -> str:

@@ -105,7 +105,8 @@ def run_command(arguments: list[str]) -> int:
         return 2
     except (click.ClickException, GpuLaunchError) as error:
         text, status = _describe_error(error)
-        _print_error(text, is_json=context.console.is_json or _has_json_option(error, arguments))
+        is_json = context.console.is_json or _has_json_option(error, arguments)
+        _print_error(text, is_json=is_json, help_url=error.help_url if isinstance(error, BrokerError) else "")
     return status if isinstance(status, int) else 0
 
 
@@ -143,10 +144,13 @@ def _format_usage_error(error: click.UsageError) -> str:
     return f"{text}{'' if text.endswith(('.', '?')) else '.'} See {path} --help."
 
 
-def _print_error(text: str, *, is_json: bool) -> None:
+def _print_error(text: str, *, is_json: bool, help_url: str) -> None:
     if not text:
         return
-    text = json.dumps({"error": text}, ensure_ascii=False) if is_json else f"gpu-launch: {text}"
+    if is_json:
+        text = json.dumps({"error": text} | ({"more": help_url} if help_url else {}), ensure_ascii=False)
+    else:
+        text = f"gpu-launch: {text}" + (f"\nMore: {help_url}" if help_url else "")
     click.echo(text, err=True)
 
 

@@ -39,6 +39,8 @@ class FakeHub:
     asked: list[dict[str, Any]] = field(default_factory=list)
     #: Why the broker refuses jobs at their check, empty for none; and at their request, by name.
     check_refusal: str = ""
+    #: Its code in the problem document.
+    refusal_code: str = "invalid-request"
     job_refusals: dict[str, str] = field(default_factory=dict)
     has_containers: bool = True
     #: False for a broker of an earlier version.
@@ -342,7 +344,7 @@ def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
     async def check() -> Response:
         if not hub.checks_jobs:
             return _problem(405, "Method Not Allowed")
-        return _problem(422, hub.check_refusal) if hub.check_refusal else Response(status_code=204)
+        return _problem(422, hub.check_refusal, hub.refusal_code) if hub.check_refusal else Response(status_code=204)
 
     @app.post(f"{BASE}/jobs/arrays", status_code=201)
     async def post_array(request: Request) -> Any:
@@ -518,8 +520,9 @@ def _add_shell(app: FastAPI, hub: FakeHub) -> None:
                 await websocket.send_bytes(typed.upper().encode())
 
 
-def _problem(status: int, detail: str) -> JSONResponse:
-    return JSONResponse({"detail": detail, "status": status}, status)
+def _problem(status: int, detail: str, code: str = "error") -> JSONResponse:
+    problem = {"type": f"/hub/gpuhub/troubleshooting#{code}", "detail": detail, "status": status, "code": code}
+    return JSONResponse(problem, status)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ class Hub:
     ca_file: str = ""
     certificate: str = ""
     key: str = ""
+    #: An address of the hub for browsers; empty if it is not known.
+    page_url: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,4 +190,5 @@ def find_notebook_hub(env: Mapping[str, str]) -> Hub | None:
         ca_file=env.get("GPUHUB_BROKER_CA", ""),
         certificate=env.get("JUPYTERHUB_SSL_CERTFILE", ""),
         key=env.get("JUPYTERHUB_SSL_KEYFILE", ""),
+        page_url=env.get("JUPYTERHUB_PUBLIC_HUB_URL", ""),
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 from urllib.parse import quote, urlencode
 
-from gpu_launch.broker.client import BrokerClient, parse_problem
+from gpu_launch.broker.client import BrokerClient, build_error
 from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.common import job_manifest
 from gpu_launch.common.client_tls import load_client_tls
@@ -161,9 +161,9 @@ class Connection:
         sock = connection.sock
         response = connection.getresponse()
         if response.status != http.client.OK:
-            text = parse_problem(response.status, response.read(65536))
+            error = build_error(response.status, response.read(65536), self._hub.url or self._hub.page_url)
             connection.close()
-            raise BrokerError(text, status=response.status)
+            raise error
         return ResponseStream(sock, response)
 
     def _build_error(self, error: Exception) -> BrokerError:
@@ -277,7 +277,14 @@ def build_broker(
     hub: Hub, *, on_retry: Callable[[str], None] = lambda text: None, patience_s: float = RETRY_LIMIT_S
 ) -> BrokerClient:
     """Build the client for the JSON API."""
-    return BrokerClient(hub.broker_url, hub.token, patience_s=patience_s, on_retry=on_retry, tls=build_tls_context(hub))
+    return BrokerClient(
+        hub.broker_url,
+        hub.token,
+        patience_s=patience_s,
+        on_retry=on_retry,
+        tls=build_tls_context(hub),
+        hub_url=hub.url or hub.page_url,
+    )
 
 
 def build_tls_context(hub: Hub) -> ssl.SSLContext | None:

@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_launch.broker.client import parse_problem
+from gpu_launch.broker.client import build_error
 from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.cli.connection.http import build_tls_context, describe_error
 from gpu_launch.errors import BrokerError
@@ -47,7 +47,7 @@ def open_websocket(hub: Hub, url: str) -> Any:
         )
     except websocket.WebSocketBadStatusException as error:
         body = error.resp_body if isinstance(error.resp_body, bytes) else b""
-        raise BrokerError(parse_problem(error.status_code, body), status=error.status_code) from None
+        raise build_error(error.status_code, body, hub.url or hub.page_url) from None
     except (websocket.WebSocketException, OSError) as error:
         raise BrokerError(f"{hub.url or hub.broker_url} cannot be reached: {describe_error(error)}.") from None
     socket.settimeout(None)

@@ -352,7 +352,8 @@ def send_job(context: Context, job: JobSubmission, run_id: str) -> None:
             context.transfer.put(folder, lambda tar: None)
         _send_manifests(context, job, run_id)
     except BrokerError as error:
-        raise BrokerError(f"The files could not be sent: {error}", status=error.status) from None
+        text = f"The files could not be sent: {error}"
+        raise BrokerError(text, status=error.status, help_url=error.help_url) from None
 
 
 def _send_manifests(context: Context, job: JobSubmission, run_id: str) -> None:

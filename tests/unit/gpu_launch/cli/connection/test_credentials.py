@@ -214,8 +214,10 @@ def test_choice_of_the_hub(laptop: Path) -> None:
     given = credentials.choose_hub(None, {"GPUHUB_URL": "https://three.example.org", "GPUHUB_TOKEN": "t3"})
     assert (given.token, given.broker_url) == ("t3", "https://three.example.org/services/broker")
     notebook = {"JUPYTERHUB_API_TOKEN": "t4", "GPUHUB_BROKER_URL": "http://10.77.0.1:8010/services/broker"}
+    notebook["JUPYTERHUB_PUBLIC_HUB_URL"] = "https://gpus.lan/hub/"
     inside = credentials.choose_hub(None, notebook)
     assert (inside.token, inside.broker_url) == ("t4", "http://10.77.0.1:8010/services/broker")
+    assert inside.page_url == "https://gpus.lan/hub/"
     assert credentials.choose_hub("https://one.example.org", notebook).token == "t1"
 
 

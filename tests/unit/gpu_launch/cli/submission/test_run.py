@@ -424,6 +424,16 @@ def test_refused_job_sends_nothing(hub: FakeHub, project: Path, capsys: pytest.C
     assert f"the files that were sent are in ~/gpu-launch/{folder.name}\n" in capsys.readouterr().err
 
 
+def test_error_leads_to_the_hubs_page_about_it(hub: FakeHub, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a line of its own, and in the JSON."""
+    hub.check_refusal, hub.refusal_code = "ada has 16 waiting requests; the limit is 16", "too-many-waiting"
+    page = f"{hub.url}/hub/gpuhub/troubleshooting#too-many-waiting"
+    assert main.run_command(["run", "-d", "train.py"]) == 1
+    assert capsys.readouterr().err == f"gpu-launch: {hub.check_refusal}\nMore: {page}\n"
+    assert main.run_command(["run", "-d", "--json", "train.py"]) == 1
+    assert json.loads(capsys.readouterr().err) == {"error": hub.check_refusal, "more": page}
+
+
 def test_broker_of_an_earlier_version_checks_nothing(hub: FakeHub, project: Path) -> None:
     """It refuses the request itself."""
     hub.checks_jobs = False
