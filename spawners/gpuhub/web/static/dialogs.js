@@ -1,7 +1,7 @@
 // The dialog that asks before something changes, and its forms by what a button does (`data-do`).
 
 import { get, post } from "./hub.js";
-import { showTimes } from "./times.js";
+import { countHoursUntil, showTimes } from "./times.js";
 
 const dialog = document.getElementById("gpuhub-dialog");
 const title = document.getElementById("gpuhub-dialog-title");
@@ -104,9 +104,15 @@ const GRACE = [["0", "at once"], ["600", "in 10 minutes"], ["1800", "in 30 minut
   ["28800", "in 8 hours"], ["86400", "in a day"]];
 
 const forms = {
-  extend({ lease, what }) {
-    const hours = select(HOURS, "4");
-    show("Extend", [field(`Time from now until the ${what.replace(/^(.*'s )/, "")} ends`, hours)], {
+  extend({ lease, what, ends }) {
+    // A time below what is left would shorten it.
+    const later = HOURS.filter(([hours]) => Number(hours) > countHoursUntil(ends));
+    if (!later.length) {
+      show(`Extend ${what}`, [paragraph("It ends in more than a day, which is the longest time that can be chosen here.")]);
+      return;
+    }
+    const hours = select(later, "4");
+    show(`Extend ${what}`, [field("Time from now until it ends", hours)], {
       label: "Extend", build: () => ({ do: "extend", lease, hours: Number(hours.value) }),
     });
   },

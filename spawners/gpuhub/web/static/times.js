@@ -6,6 +6,10 @@ export function setServerTime(text) {
   clockSkewMs = Date.now() - Date.parse(text);
 }
 
+export function countHoursUntil(text) {
+  return (Date.parse(text) - (Date.now() - clockSkewMs)) / 3600000;
+}
+
 function describeMoment(when) {
   const isToday = when.toDateString() === new Date().toDateString();
   const day = isToday ? {} : { day: "numeric", month: "short" };

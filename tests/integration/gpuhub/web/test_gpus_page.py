@@ -155,6 +155,34 @@ def test_keyboard_alone_extends_a_lease(hub: SimulatedHub, ada: Page) -> None:
     expect(part(ada, "own")).to_be_focused()
 
 
+def extend(page: Page, what: str, choice: str) -> Any:
+    """Ask for more time in the dialog of a node's leases, and return the dialog."""
+    page.locator("[data-node-name=rig1]").get_by_role("button", name="Leases on rig1").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("button", name=f"Extend ada's {what} on rig1").click()
+    expect(dialog.get_by_role("heading")).to_have_text(f"Extend ada's {what} on rig1")
+    dialog.get_by_label("Time from now until it ends").select_option(choice)
+    dialog.get_by_role("button", name="Extend", exact=True).click()
+    return dialog
+
+
+def test_administrator_extends_what_other_users_run(hub: SimulatedHub, admin: Page, ada: Page) -> None:
+    """A notebook and a job; never beyond a limit, which the dialog names; no choice would end it sooner."""
+    notebook = hub.request_notebook("ada", "rtx5090")
+    dialog = extend(admin, "notebook", "8 hours")
+    expect(dialog.get_by_role("alert")).to_contain_text("at most 4 h from now")
+    assert dialog.get_by_role("option").all_text_contents() == ["4 hours", "8 hours", "12 hours", "24 hours"]
+    dialog.get_by_role("combobox").select_option("4 hours")
+    dialog.get_by_role("button", name="Extend", exact=True).click()
+    expect(dialog).to_be_hidden()
+    assert hub.send("GET", f"/leases/{notebook['id']}")["expires_at"] > notebook["expires_at"]
+    hub.send("DELETE", f"/leases/{notebook['id']}")
+    start_job(hub, models=["RTX 5090"], time_limit_s=3000)
+    expect(part(ada, "jobs")).to_contain_text("49 min left")
+    expect(extend(admin, "job", "12 hours")).to_be_hidden()
+    expect(part(ada, "jobs")).to_contain_text("11 h 59 min left")
+
+
 def test_administrator_stops_and_drains_after_a_confirmation(hub: SimulatedHub, admin: Page, ada: Page) -> None:
     """Leases of a node with their owners; a drained node is shown to all at once."""
     hub.request_notebook("ada", "rtx5090")
