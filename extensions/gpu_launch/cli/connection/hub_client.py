@@ -64,14 +64,18 @@ class HubClient:
         """Return the server of this name, None if it neither runs nor starts."""
         return next((server for server in self.list_servers() if server.name == name), None)
 
-    def start(self, name: str, profile: str, *, keep: bool = False) -> None:
-        """Request the start of a server; it continues by itself. With `keep` it starts again after a loss.
+    def start(self, name: str, profile: str, *, keep: bool = False, suspend: bool = True) -> None:
+        """Request the start of a server; it continues by itself.
+
+        Args:
+            keep: It starts again after a loss.
+            suspend: It may be suspended for others while it is idle.
 
         Raises:
             BrokerError: The hub refuses; the text has its reason.
         """
         path = self._path + _server_path(name)
-        options = {"profile": profile} | ({"keep": "yes"} if keep else {})
+        options = {"profile": profile} | ({"keep": "yes"} if keep else {}) | ({} if suspend else {"suspend": "no"})
         status, body = query_hub(self._hub, path, token=self._hub.token, method="POST", body=options)
         if status not in _STARTED:
             raise self._build_error(status, body)

@@ -52,10 +52,15 @@ _name_argument = click.argument("name", metavar="[NAME]", default="", shell_comp
     is_flag=True,
     help="Ask again for its GPU if its node reboots or its container is lost, until you stop it.",
 )
+@click.option(
+    "--no-suspend",
+    is_flag=True,
+    help="Do not lend its GPU to others while it is idle, where the cluster suspends idle notebooks.",
+)
 @click.option("-d", "--detach", is_flag=True, help="Do not wait until it is ready.")
 @json_option
 @pass_context
-def start(context: Context, /, *, name: str, keep: bool, detach: bool, **wanted: str | None) -> None:
+def start(context: Context, /, *, name: str, keep: bool, no_suspend: bool, detach: bool, **wanted: str | None) -> None:
     """Start an instance, show its place in the queue, and wait until it is ready.
 
     Ctrl-C leaves it waiting, or running; the same command waits again.
@@ -67,13 +72,14 @@ def start(context: Context, /, *, name: str, keep: bool, detach: bool, **wanted:
         raise UsageError(f"{describe_name(name)} runs already.\nUse it: {_build_command('ssh', name)}")
     if server is not None and server.pending == "stop":
         raise UsageError(f"{describe_name(name)} is being stopped.\nStart it when it is gone: gpu-launch instance list")
-    if server is not None and keep:
+    if server is not None and (keep or no_suspend):
+        flag = "--keep" if keep else "--no-suspend"
         raise UsageError(
-            f"{describe_name(name)} is starting already.\n--keep is for a new start: {_build_command('stop', name)}"
+            f"{describe_name(name)} is starting already.\n{flag} is for a new start: {_build_command('stop', name)}"
         )
     if server is None:
         chosen = selection.choose_profile(context.broker.get_cluster(), **wanted)
-        client.start(name, chosen.name, keep=keep)
+        client.start(name, chosen.name, keep=keep, suspend=not no_suspend)
         context.console.print_note(f"gpu-launch: {describe_name(name)} is requested with profile {chosen.name}")
     if detach:
         target = _find_instance(context, client, name)

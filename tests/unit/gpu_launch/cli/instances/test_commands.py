@@ -131,16 +131,19 @@ def test_failed_start_has_the_hubs_reason(hub: FakeHub, capsys: pytest.CaptureFi
     )
 
 
-def test_keep_is_an_option_of_the_start(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("flag", "option"), [("--keep", {"keep": "yes"}), ("--no-suspend", {"suspend": "no"})])
+def test_flag_is_an_option_of_the_start(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], flag: str, option: dict[str, str]
+) -> None:
     """The hub passes it to the broker; one that starts already cannot get it."""
-    assert main.run_command(["instance", "start", "--profile", "big", "--name", "a", "--keep", "-d"]) == 0
-    assert hub.servers["a"]["user_options"] == {"profile": "big", "keep": "yes"}
+    assert main.run_command(["instance", "start", "--profile", "big", "--name", "a", flag, "-d"]) == 0
+    assert hub.servers["a"]["user_options"] == {"profile": "big"} | option
     assert main.run_command(["instance", "start", "--profile", "big", "--name", "b", "-d"]) == 0
     assert hub.servers["b"]["user_options"] == {"profile": "big"}
     capsys.readouterr()
-    assert main.run_command(["instance", "start", "--name", "b", "--keep"]) == 2
+    assert main.run_command(["instance", "start", "--name", "b", flag]) == 2
     assert capsys.readouterr().err == (
-        "gpu-launch: Instance b is starting already.\n--keep is for a new start: gpu-launch instance stop b\n"
+        f"gpu-launch: Instance b is starting already.\n{flag} is for a new start: gpu-launch instance stop b\n"
     )
 
 
