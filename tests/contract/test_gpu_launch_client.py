@@ -83,6 +83,7 @@ def test_instances_profiles_and_leases_are_parsed(running: Running, client: Brok
     profiles = {profile.name: profile for profile in client.get_cluster().profiles}
     assert (profiles["rtx5090"].models, profiles["rtx5090"].gpu_count) == (("RTX 5090",), 1)
     assert profiles["rtx5090"].image == "gpuhub/notebook:latest"
+    assert profiles["rtx5090"].images == ("gpuhub/notebook:latest",)
     assert profiles["cpu"].gpu_count == 0
     running.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})
     asked = running.send("POST", "/api/v1/leases", json={"profile": "rtx5090", "key": "k", "server": "big"}).json()

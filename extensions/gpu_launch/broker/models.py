@@ -162,6 +162,8 @@ class Profile:
     #: GPU models that it admits; empty for any.
     models: tuple[str, ...] = ()
     image: str = ""
+    #: All images that users may choose, its own among them; empty from a broker that knows no choice.
+    images: tuple[str, ...] = ()
     #: Number of shares of a GPU, of which the profile grants one; 1 for whole GPUs.
     share: int = 1
     #: A request would be granted at once.
@@ -324,6 +326,7 @@ def parse_profile(data: Mapping[str, Any]) -> Profile:
         gpu_count=1 if count is None else count,
         models=tuple(data.get("models", ())),
         image=data.get("image") or "",
+        images=tuple(data.get("images", ())),
         share=data.get("share") or 1,
         starts_now=bool(data.get("starts_now")),
     )

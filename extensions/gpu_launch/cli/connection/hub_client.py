@@ -64,10 +64,13 @@ class HubClient:
         """Return the server of this name, None if it neither runs nor starts."""
         return next((server for server in self.list_servers() if server.name == name), None)
 
-    def start(self, name: str, profile: str, *, keep: bool = False, suspend: bool = True) -> None:
+    def start(
+        self, name: str, profile: str, *, image: str | None = None, keep: bool = False, suspend: bool = True
+    ) -> None:
         """Request the start of a server; it continues by itself.
 
         Args:
+            image: Another image than the profile's first.
             keep: It starts again after a loss.
             suspend: It may be suspended for others while it is idle.
 
@@ -75,7 +78,8 @@ class HubClient:
             BrokerError: The hub refuses; the text has its reason.
         """
         path = self._path + _server_path(name)
-        options = {"profile": profile} | ({"keep": "yes"} if keep else {}) | ({} if suspend else {"suspend": "no"})
+        chosen = {"image": image, "keep": "yes" if keep else None, "suspend": None if suspend else "no"}
+        options = {"profile": profile} | {option: value for option, value in chosen.items() if value}
         status, body = query_hub(self._hub, path, token=self._hub.token, method="POST", body=options)
         if status not in _STARTED:
             raise self._build_error(status, body)

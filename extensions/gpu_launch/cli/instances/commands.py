@@ -79,7 +79,10 @@ def start(context: Context, /, *, name: str, keep: bool, no_suspend: bool, detac
         )
     if server is None:
         chosen = selection.choose_profile(context.broker.get_cluster(), **wanted)
-        client.start(name, chosen.name, keep=keep, suspend=not no_suspend)
+        image = wanted["image"] and selection.find_image(chosen, wanted["image"])
+        # An older hub knows no choice of images.
+        other = image if image != chosen.image else None
+        client.start(name, chosen.name, image=other, keep=keep, suspend=not no_suspend)
         context.console.print_note(f"gpu-launch: {describe_name(name)} is requested with profile {chosen.name}")
     if detach:
         target = _find_instance(context, client, name)

@@ -44,25 +44,33 @@ def choose_profile(
         wanted = find_model(cluster, model)
         profiles = tuple(candidate for candidate in profiles if candidate.gpu_count and wanted in candidate.models)
     if image is not None:
-        profiles = tuple(candidate for candidate in profiles if _has_image(candidate, image))
+        profiles = tuple(candidate for candidate in profiles if find_image(candidate, image))
     if not profiles:
         options = {"--profile": profile, "--model": model, "--image": image}
         given = " and ".join(f"{name} {value}" for name, value in options.items() if value is not None)
-        raise UsageError(f"No profile has {given}.\n{_suggest(cluster.profiles)}")
+        offered = sorted({offered for candidate in cluster.profiles for offered in _list_images(candidate)})
+        images = "" if image is None else f"; images: {', '.join(offered)}"
+        raise UsageError(f"No profile has {given}.\n{_suggest(cluster.profiles)}{images}")
     if len(profiles) > 1 and model is None and image is None:
         raise UsageError(f"Which profile? Name it, or a GPU model with --model.\n{_suggest(profiles)}")
     # A whole GPU before a share of one, and one GPU before several.
     return min(profiles, key=lambda candidate: (candidate.share > 1, candidate.gpu_count))
 
 
-def _has_image(profile: Profile, image: str) -> bool:
-    """Return whether the profile has the image, of any tag if none is given."""
+def find_image(profile: Profile, image: str) -> str | None:
+    """Return the profile's image of this name, of any tag if none is given; None if it offers none."""
     has_tag = ":" in image.rpartition("/")[2]
-    return profile.image == image if has_tag else profile.image.removesuffix(f":{_find_tag(profile.image)}") == image
+    return next(
+        (offered for offered in _list_images(profile) if image == (offered if has_tag else _drop_tag(offered))), None
+    )
 
 
-def _find_tag(image: str) -> str:
-    return image.rpartition("/")[2].partition(":")[2]
+def _list_images(profile: Profile) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((profile.image, *profile.images)))
+
+
+def _drop_tag(image: str) -> str:
+    return image.removesuffix(f":{image.rpartition('/')[2].partition(':')[2]}")
 
 
 def _suggest(profiles: Sequence[Profile]) -> str:

@@ -401,6 +401,7 @@ def _build_profile(
         share=profile.gpu_share,
         models=profile.models,
         image=profile.image,
+        images=profile.offered_images,
         cpus=cpus,
         memory_mib=memory_mib,
     )

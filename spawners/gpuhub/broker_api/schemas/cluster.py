@@ -193,8 +193,9 @@ class ProfileView(WireModel):
     share: int = 1
     #: GPU models that it admits, in order of preference; empty for any.
     models: tuple[str, ...] = ()
-    #: Image of its notebooks.
+    #: Image of its notebooks, and all those that users may choose, this one first.
     image: str = ""
+    images: tuple[str, ...] = ()
     #: CPU cores and memory (MiB) of its container: on the node with the least, and on that with the most of it. None
     #: where no node is known.
     cpus: tuple[float, float] | None = None

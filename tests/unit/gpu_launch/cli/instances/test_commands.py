@@ -131,6 +131,17 @@ def test_failed_start_has_the_hubs_reason(hub: FakeHub, capsys: pytest.CaptureFi
     )
 
 
+def test_image_that_a_profile_offers_is_chosen(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the spawn form: one of several; the profile's own is not sent."""
+    hub.profiles = [{**PROFILES[1], "images": ["gpuhub/notebook:latest", "gpuhub/llm:latest"]}]
+    assert main.run_command(["instance", "start", "--image", "gpuhub/llm", "-d"]) == 0
+    assert hub.servers[""]["user_options"] == {"profile": "big", "image": "gpuhub/llm:latest"}
+    assert main.run_command(["instance", "start", "--image", "gpuhub/notebook", "--name", "a", "-d"]) == 0
+    assert hub.servers["a"]["user_options"] == {"profile": "big"}
+    assert main.run_command(["instance", "start", "--image", "lab/jax", "--name", "b"]) == 2
+    assert capsys.readouterr().err.endswith("images: gpuhub/llm:latest, gpuhub/notebook:latest\n")
+
+
 @pytest.mark.parametrize(("flag", "option"), [("--keep", {"keep": "yes"}), ("--no-suspend", {"suspend": "no"})])
 def test_flag_is_an_option_of_the_start(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], flag: str, option: dict[str, str]

@@ -13,7 +13,7 @@ PROFILES = (
     Profile(name="part", models=("RTX 5070",), share=2, image="gpuhub/notebook:latest"),
     Profile(name="one", models=("RTX 5070",), image="gpuhub/notebook:latest"),
     Profile(name="two", models=("RTX 5070",), gpu_count=2, image="lab/transformers:1"),
-    Profile(name="big", models=("RTX 5090",), image="lab/transformers:1"),
+    Profile(name="big", models=("RTX 5090",), image="lab/transformers:1", images=("lab/transformers:1", "lab/jax:2")),
     Profile(name="any", image="lab.example:5000/other"),
 )
 
@@ -30,6 +30,7 @@ def build_cluster(*profiles: Profile) -> Cluster:
         ({"model": "rtx5070"}, "one"),
         ({"model": "RTX 5090"}, "big"),
         ({"image": "lab/transformers"}, "big"),
+        ({"image": "lab/jax"}, "big"),
         ({"image": "lab/transformers:1", "model": "RTX 5090"}, "big"),
         ({"image": "lab.example:5000/other"}, "any"),
         ({"image": "gpuhub/notebook:latest"}, "cpu"),
@@ -57,7 +58,7 @@ def test_only_profile_needs_no_option() -> None:
     ],
 )
 def test_error_says_what_would_work(wanted: dict[str, str], first: str) -> None:
-    """Two lines: what is wrong, and the command with the profiles that there are."""
+    """Two lines: what is wrong, and the command with the profiles, and for a wrong image the images, that there are."""
     with pytest.raises(UsageError) as error:
         choose_profile(build_cluster(), **wanted)
     wrong, remedy = str(error.value).split("\n")
@@ -65,6 +66,10 @@ def test_error_says_what_would_work(wanted: dict[str, str], first: str) -> None:
     assert remedy == (
         "gpu-launch instance start --profile NAME; there are: cpu (no GPU), part (1/2 of RTX 5070), one (RTX 5070), "
         "two (2 × RTX 5070), big (RTX 5090), any (any GPU)"
+    ) + (
+        "; images: gpuhub/notebook:latest, lab.example:5000/other, lab/jax:2, lab/transformers:1"
+        if "image" in wanted
+        else ""
     )
 
 
