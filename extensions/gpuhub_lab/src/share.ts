@@ -46,7 +46,7 @@ class ShareForm extends Widget implements Dialog.IBodyWidget<Form> {
   }
 }
 
-function label(text: string, control: HTMLElement): HTMLLabelElement {
+export function label(text: string, control: HTMLElement): HTMLLabelElement {
   const made = document.createElement("label");
   made.append(text, control);
   return made;

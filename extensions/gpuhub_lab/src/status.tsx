@@ -1,13 +1,15 @@
 // The item in the status bar: the notebook's GPUs, their memory, the time left, and a button for more time.
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
-import { InputDialog, Notification } from "@jupyterlab/apputils";
+import { Dialog, Notification } from "@jupyterlab/apputils";
 import { IStatusBar } from "@jupyterlab/statusbar";
 import { ReactWidget } from "@jupyterlab/ui-components";
+import { Widget } from "@lumino/widgets";
 import * as React from "react";
 
 import type { Notebook } from "./api.js";
 import { countSecondsUntil, formatMemory, formatModels, formatSpan, sumKnown } from "./format.js";
 import type { OverviewModel } from "./model.js";
+import { label } from "./share.js";
 
 export const EXTEND = "gpuhub:extend";
 export const SUSPEND = "gpuhub:suspend";
@@ -102,6 +104,23 @@ async function suspend(model: OverviewModel, isWanted: boolean): Promise<void> {
   await model.refresh();
 }
 
+// JupyterLab's own dialog for a choice does not name it for screen readers.
+class ExtendForm extends Widget implements Dialog.IBodyWidget<number> {
+  private readonly hours = document.createElement("select");
+
+  constructor(left: number, choices: number[]) {
+    super();
+    this.addClass("gpuhub-form");
+    this.hours.className = "jp-mod-styled";
+    for (const hours of choices) this.hours.append(new Option(`${hours} h from now`, String(hours)));
+    this.node.append(label(`It has ${formatSpan(left)} left. Stop it`, this.hours));
+  }
+
+  getValue(): number {
+    return Number(this.hours.value);
+  }
+}
+
 async function extend(model: OverviewModel): Promise<void> {
   const notebook = model.overview?.notebook;
   if (!notebook?.expires_at) {
@@ -109,23 +128,22 @@ async function extend(model: OverviewModel): Promise<void> {
     return;
   }
   const left = countSecondsUntil(notebook.expires_at);
-  const choices = HOURS.filter((hours) => hours * 3600 > left).map((hours) => `${hours} h from now`);
+  const choices = HOURS.filter((hours) => hours * 3600 > left);
   if (!choices.length) {
     Notification.info(`This notebook has ${formatSpan(left)} left; ${HOURS.at(-1)} h is the longest extension.`, {
       autoClose: 5000,
     });
     return;
   }
-  const chosen = await InputDialog.getItem({
+  const chosen = await new Dialog<number>({
     title: "Extend this notebook",
-    label: `It has ${formatSpan(left)} left. Stop it`,
-    items: choices,
-    current: 0,
-    okLabel: "Extend",
-  });
+    body: new ExtendForm(left, choices),
+    buttons: [Dialog.cancelButton(), Dialog.okButton({ label: "Extend" })],
+    focusNodeSelector: "select",
+  }).launch();
   if (!chosen.button.accept || !chosen.value) return;
   try {
-    await model.api.extend(parseInt(chosen.value, 10) * 3600);
+    await model.api.extend(chosen.value * 3600);
   } catch (error) {
     // The broker's message begins with the name of the field.
     const reason = (error as Error).message.replace(/^time_limit_s: /, "");

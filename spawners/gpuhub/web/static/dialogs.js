@@ -76,7 +76,8 @@ async function send() {
     await post("act", confirm());
     dialog.close();
   } catch (error) {
-    refuse(error.message);
+    // The broker's message begins with the name of the field.
+    refuse(error.message.replace(/^time_limit_s: /, ""));
   }
   doButton.disabled = false;
 }

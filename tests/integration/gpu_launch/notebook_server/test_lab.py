@@ -22,6 +22,7 @@ from tests.support.browser.chromium import chromium
 from tests.support.docker.simulated_nodes import build_cluster
 from tests.support.hub.browser import PICTURES
 from tests.support.hub.jupyter_lab import TOKEN, JupyterLab, build_extension, serve_lab, write_notebook
+from tests.support.hub.pages import check_accessibility
 from tests.support.product import wait_for
 
 pytestmark = pytest.mark.browser
@@ -161,6 +162,7 @@ def test_extend_gives_more_time_within_the_limit(page: Page, broker: Running) ->
     dialog = page.get_by_role("dialog")
     dialog.locator("select").select_option(label="2 h from now")
     picture(page, "lab-extend")
+    check_accessibility(page, ".jp-Dialog-body")
     dialog.get_by_role("button", name="Extend").click()
     expect(status).to_contain_text(re.compile(r"(1 h 5\d|2 h 00) left"))
     status.get_by_role("button").click()
@@ -188,6 +190,7 @@ def test_notebook_is_shared_by_its_menu(page: Page, broker: Running, lab: Jupyte
         page.keyboard.type(viewer)
         if viewer:
             dialog.get_by_label("Time until it ends").select_option("2 hours")
+        check_accessibility(page, ".gpuhub-form")
         picture(page, f"lab-share-{place.replace(' ', '-')}")
         dialog.get_by_role("button", name="Share").click()
 
@@ -222,6 +225,7 @@ def test_panel_shows_gpus_queue_and_jobs(page: Page, broker: Running) -> None:
     expect(output).to_have_attribute("aria-expanded", "true")
     expect(panel.get_by_role("log")).to_contain_text("loss 0.25 of the last step")
     picture(page, "lab-light")
+    check_accessibility(page, ".gpuhub-panel", ".gpuhub-status")
     panel.get_by_role("button", name=f"Cancel train.py, {RUN}").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel the Job").click()
     expect(panel.locator(".gpuhub-job")).to_contain_text("ended", timeout=30_000)
@@ -239,6 +243,7 @@ def test_launch_writes_the_command(page: Page) -> None:
     line = "%gpu_launch --nnodes 2 --model 'RTX 5090' 'my train.py'"
     expect(dialog.get_by_label("Command")).to_have_text(line)
     picture(page, "lab-launch")
+    check_accessibility(page, ".gpuhub-form")
     dialog.get_by_role("button", name="Insert").click()
     wait_for(lambda: list_cells(page) == ["x = 1 + 1", line, "%%time\nx"], lambda: f"the cells are {list_cells(page)}")
 
@@ -290,6 +295,7 @@ def test_recipe_is_started_from_its_page(page: Page, broker: Running, lab: Jupyt
     form.get_by_role("button", name="Check Only").click()
     expect(form.get_by_role("status")).to_contain_text("on each of 2 nodes")
     picture(page, "lab-recipe-form")
+    check_accessibility(page, ".gpuhub-recipes")
     form.get_by_role("button", name="Start").click()
     expect(form.get_by_role("status")).to_contain_text(re.compile(r"The job is run-\S+; see below"))
     (job,) = [job for job in broker.send("GET", "/api/v1/jobs").json() if job["name"] == "finetune"]
@@ -308,6 +314,7 @@ def test_recipe_is_started_from_its_page(page: Page, broker: Running, lab: Jupyt
     run.locator("summary").click()
     expect(run).to_contain_text("home/models/tiny")
     picture(page, "lab-recipe-run")
+    check_accessibility(page, ".gpuhub-recipes")
     run.get_by_role("button", name="Open Folder").click()
     expect(page.locator(".jp-DirListing-item", has_text="result.json")).to_be_visible()
     run.get_by_role("button", name="Cancel").click()
@@ -339,6 +346,11 @@ def test_dark_theme(page: Page, lab: JupyterLab) -> None:
     brightness = panel.evaluate("node => getComputedStyle(node).backgroundColor.match(/\\d+/g).map(Number)")
     assert max(brightness[:3]) < 80
     picture(page, "lab-dark")
+    check_accessibility(page, ".gpuhub-panel", ".gpuhub-status")
+    page.get_by_role("button", name="Recipes…").click()
+    expect(page.locator(".gpuhub-recipes").get_by_role("form")).to_be_visible()
+    picture(page, "lab-recipes-dark")
+    check_accessibility(page, ".gpuhub-recipes")
 
 
 def test_routes_need_a_login_and_check_what_they_get(lab: JupyterLab) -> None:
