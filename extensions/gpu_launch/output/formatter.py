@@ -67,10 +67,13 @@ class OutputFormatter:
         if held := self._traceback_filter.release_if_running(rank, now):
             self._deduplicator.feed(rank, "stderr", held, now)
         lines = self._line_buffer.feed(rank, stream, text, now)
-        if stream == "stderr" and ("/s" in text or "s/" in text):
-            # Every drawing of tqdm ends with its rate.
+        if stream == "stderr" and any("/s" in part or "s/" in part for part in (text, *lines)):
+            # Every drawing of tqdm ends with its rate; the end of its line may come alone.
             lines = [rest for line in lines if (rest := self._without_bar(rank, line)) is not None]
-            self._extract_bar(rank, self._line_buffer.pending(rank, stream))
+            drawn = self._extract_bar(rank, self._line_buffer.pending(rank, stream))
+            if drawn is not None and lines[-1:] == [""]:
+                # A bar below others begins with a newline.
+                lines.pop()
         if lines:
             self._feed_lines(rank, stream, lines, now)
 
@@ -200,6 +203,8 @@ class _PartialLine:
     text: str = ""
     changed_at: float = 0.0
     shown_at: float = 0.0
+    #: What came before `text` was taken as a line.
+    is_rest: bool = False
 
 
 class LineBuffer:
@@ -219,6 +224,8 @@ class LineBuffer:
         else:
             *complete, rest = (pending.text + text).replace("\r\n", "\n").split("\n")
             complete, rest = [collapse_redraws(line) for line in complete], collapse_redraws(rest, keep_end=True)
+        if complete:
+            complete, pending.is_rest = complete[pending.is_rest and not complete[0] :], False
         if len(rest) > MAX_LINE_LENGTH:
             complete.append(rest.lstrip("\r"))
             rest = ""
@@ -242,7 +249,7 @@ class LineBuffer:
             is_due = now - pending.shown_at >= REDRAW_S if redraws else now - pending.changed_at >= PARTIAL_S
             if (is_due or everything) and (shown := collapse_redraws(pending.text)):
                 overdue.append((rank, stream, shown))
-                pending.text, pending.shown_at = "", now
+                pending.text, pending.shown_at, pending.is_rest = "", now, True
         return overdue
 
 

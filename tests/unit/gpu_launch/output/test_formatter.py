@@ -67,6 +67,7 @@ def test_incomplete_lines_are_flushed_after_a_delay_and_at_the_end():
     lines.feed(0, "stdout", "loading", 0.0)
     assert lines.take_overdue(0.2) == []
     assert lines.take_overdue(0.6) == [(0, "stdout", "loading")]
+    assert lines.feed(0, "stdout", "\n\nnext\n", 0.6) == ["", "next"]
     lines.feed(0, "stdout", "last", 0.7)
     assert lines.take_overdue(0.7, everything=True) == [(0, "stdout", "last")]
     lines.feed(0, "stdout", "\r10%\r20%", 0.7)
@@ -176,6 +177,20 @@ def test_progress_bars_are_not_output_lines():
     formatter.feed(0, "rig1", "stderr", "\r 50%|##   | 1/2 [00:01<00:01,  1.00it/s]x.py:3: UserWarning: odd\n", 9.2)
     formatter.feed(0, "rig1", "stderr", "\n\rin:   0%|   | 0/2 [00:00<?, ?it/s]\x1b[A\n", 9.2)
     assert flush_text(formatter, now=9.2) == "[rank 0 · rig1] x.py:3: UserWarning: odd\n[rank 0 · rig1] \n"
+
+
+def test_the_end_of_a_bar_that_comes_alone_is_not_a_line():
+    """Its newline may be in a later chunk than the drawing, also after the drawing was passed on."""
+    formatter = OutputFormatter(ProgressTracker())
+    drawing = "\r100%|#####| 9/9 [00:03<00:00,  3.00it/s]"
+    formatter.feed(0, "rig1", "stderr", drawing, 0.0)
+    formatter.feed(0, "rig1", "stderr", "\n", 0.1)
+    formatter.feed(0, "rig1", "stderr", drawing, 0.2)
+    assert flush_text(formatter, now=9.0) == ""
+    formatter.feed(0, "rig1", "stderr", "\nwarning\n", 9.1)
+    assert flush_text(formatter, now=9.1) == "[rank 0 · rig1] warning\n"
+    formatter.feed(0, "rig1", "stderr", f"\n{drawing}\x1b[A", 9.2)
+    assert flush_text(formatter, now=9.2) == ""
 
 
 def test_traceback_of_a_failing_rank_is_withheld():
