@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import json
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, field
 
+from gpu_launch.common.display_html import render_data
 from gpu_launch.common.displays import Display, DisplayKind
+from gpu_launch.common.widget_html import render_bar, render_row
+from gpu_launch.output.panel import format_remaining, format_steps
+from gpu_launch.output.progress_bars import ProgressBar
 from gpu_launch.output.text import format_count, format_numbers, format_ranks, format_size
 
 #: Most displays of one rank, and characters of HTML of all ranks, that are shown; earlier ones give way.
 MAX_ITEMS, MAX_CHARACTERS = 50, 16_000_000
-#: In the order in which a display's types are tried.
-_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+#: The times and the rate that tqdm writes: ranks whose bars differ in them alone show the same.
+_TIMES = re.compile(
+    r"\[(?:[\d:?]+(?:&lt;[\d:?]+)?,\s*|[^\[\],]{1,30} left, )?[\d.?]+\s?[^\s,\[\]]{0,15}/[^\s,\[\]]{1,15}"
+)
 _STYLE = """<style>
 .gl-tabs{display:flex;flex-wrap:wrap;gap:0 2px;
 font:var(--jp-ui-font-size1,13px)/1.5 var(--jp-ui-font-family,system-ui,sans-serif);
@@ -46,7 +50,9 @@ class RankDisplay:
 
     rank: int
     node: str
-    display: Display
+    display: Display = field(default_factory=Display)
+    #: Progress that the rank has drawn as text; if there is some, this is not a display.
+    bars: tuple[ProgressBar, ...] = ()
     #: It is the only rank, so that its displays are shown as in a notebook.
     is_only_rank: bool = False
 
@@ -62,6 +68,7 @@ class _Page:
     """What one rank shows."""
 
     items: list[_Item] = field(default_factory=list)
+    bars: tuple[ProgressBar, ...] = ()
     left_out: int = 0
     #: Its items are removed when the next one comes.
     is_cleared: bool = False
@@ -75,62 +82,88 @@ class DisplayTabs:
         self._id = block_id
         self._pages: dict[int, _Page] = {}
         self._nodes: dict[int, str] = {}
+        #: The ranks of each tab that was rendered last.
+        self._groups: list[list[int]] = []
 
     def add(self, shown: RankDisplay) -> None:
-        """Take a display, an update or a clear of a rank."""
+        """Take a display, an update or a clear of a rank, or its bars."""
         page = self._pages.setdefault(shown.rank, _Page())
         self._nodes[shown.rank] = shown.node
+        if shown.bars:
+            page.bars = shown.bars
+            return
         display = shown.display
         if display.kind is DisplayKind.CLEAR:
             page.is_cleared = True
             if not display.wait:
                 self._clear(page)
             return
-        item = _Item(render_display(display), display.display_id)
+        item = _Item(render_data(display.data, display.metadata), display.display_id)
         if display.kind is DisplayKind.UPDATE:
             page.items = [item if item.display_id == old.display_id else old for old in page.items]
             return
         if page.is_cleared:
             self._clear(page)
         page.items.append(item)
-        self._drop_oldest(page)
+        if len(page.items) > MAX_ITEMS:
+            self._drop_oldest(page)
 
-    def render(self) -> str:
-        """Return the block; empty while nothing is shown."""
-        groups = self._group_equal()
-        if not groups:
+    def render(self, *, is_final: bool = False) -> str:
+        """Return the block; empty while nothing is shown.
+
+        Ranks that have shown something else keep their own tabs until `is_final`, so that tabs do not come and go.
+        """
+        self._limit_characters()
+        self._groups = self._group_equal(is_final=is_final)
+        if not self._groups:
             return ""
-        tabs = "".join(self._render_tab(index, ranks) for index, ranks in enumerate(groups))
+        tabs = "".join(self._render_tab(index, ranks) for index, ranks in enumerate(self._groups))
         return f'{_STYLE}<div class="gl-tabs" id="{self._id}">{tabs}</div>{_SCRIPT.format(self._id)}'
 
     def describe(self) -> str:
-        """Return the block as one line of text."""
+        """Return the block that was rendered last as one line of text."""
         return ", ".join(
-            f"{format_ranks(ranks)}: {format_count(len(self._pages[ranks[0]].items), 'display')}"
-            for ranks in self._group_equal()
+            f"{format_ranks(ranks)}: {format_count(len(_list_shown(self._pages[ranks[0]])), 'display')}"
+            for ranks in self._groups
         )
 
     def _clear(self, page: _Page) -> None:
-        page.items, page.left_out, page.is_cleared = [], 0, False
+        page.items, page.bars, page.left_out, page.is_cleared = [], (), 0, False
 
     def _drop_oldest(self, page: _Page) -> None:
-        """Keep to the limits by dropping the oldest displays, of this rank first of all."""
-        while len(page.items) > MAX_ITEMS or (len(page.items) > 1 and self._count_characters() > MAX_CHARACTERS):
-            del page.items[0]
-            page.left_out += 1
-        if self._count_characters() > MAX_CHARACTERS:
-            page.items[-1] = _Item(f"<pre>[a display of {format_size(len(page.items[-1].html))} is left out]</pre>")
+        del page.items[0]
+        page.left_out += 1
+
+    def _limit_characters(self) -> None:
+        """Drop the oldest displays of the rank that shows most, and leave out those that are too large."""
+        while self._count_characters() > MAX_CHARACTERS:
+            page = max(self._pages.values(), key=lambda page: sum(len(item.html) for item in page.items))
+            if len(page.items) > 1:
+                self._drop_oldest(page)
+            else:
+                item = page.items[0]
+                text = f"<pre>[a display of {format_size(len(item.html))} is left out]</pre>"
+                page.items = [_Item(text, item.display_id)]
 
     def _count_characters(self) -> int:
         # Ranks with the same displays share them.
         return sum(len(text) for text in {item.html for page in self._pages.values() for item in page.items})
 
-    def _group_equal(self) -> list[list[int]]:
-        groups: dict[tuple[str, ...], list[int]] = {}
+    def _group_equal(self, *, is_final: bool) -> list[list[int]]:
+        before = {rank: index for index, ranks in enumerate(self._groups) for rank in ranks}
+        groups: list[tuple[tuple[str, ...], list[int]]] = []
         for rank, page in sorted(self._pages.items()):
-            if page.items:
-                groups.setdefault((str(page.left_out), *(item.html for item in page.items)), []).append(rank)
-        return list(groups.values())
+            if not (shown := _list_shown(page)):
+                continue
+            content = (str(page.left_out), *(_TIMES.sub("", text) for text in shown))
+            for other, ranks in groups:
+                known = {before[r] for r in (rank, ranks[0]) if r in before}
+                if content == other and (is_final or len(known) < 2):
+                    ranks.append(rank)
+                    break
+            else:
+                groups.append((content, [rank]))
+        return [ranks for _, ranks in groups]
 
     def _render_tab(self, index: int, ranks: list[int]) -> str:
         page, name = self._pages[ranks[0]], f"{self._id}-{index}"
@@ -138,35 +171,22 @@ class DisplayTabs:
         listed = " ".join(map(str, ranks))
         label = f"{'rank' if len(ranks) == 1 else 'ranks'} {format_numbers(ranks)}"
         note = f"<p>{format_count(page.left_out, 'earlier display')} not shown</p>" if page.left_out else ""
-        items = "".join(f'<div class="gl-item">{item.html}</div>' for item in page.items)
+        items = "".join(f'<div class="gl-item">{text}</div>' for text in _list_shown(page))
         return (
             f'<input type="radio" name="{self._id}" id="{name}" data-ranks="{listed}"{"" if index else " checked"}>'
             f'<label for="{name}" title="{title}">{label}</label><div class="gl-page">{note}{items}</div>'
         )
 
 
-def render_display(display: Display) -> str:
-    """Return a display as HTML: its own, else an image, else its text. Text from outside is escaped."""
-    data = display.data
-    if isinstance(text := data.get("text/html"), str):
-        return text
-    for mime in _IMAGES:
-        if isinstance(text := data.get(mime), str):
-            return _render_image(mime, text, display.metadata.get(mime))
-    if isinstance(text := data.get("image/svg+xml"), str):
-        return _render_image("image/svg+xml", base64.b64encode(text.encode()).decode(), None)
-    if isinstance(text := data.get("text/latex"), str):
-        return html.escape(text)
-    for mime in ("text/markdown", "text/plain"):
-        if isinstance(text := data.get(mime), str):
-            return f"<pre>{html.escape(text)}</pre>"
-    return f"<pre>{html.escape(json.dumps(dict(data))[:10_000])}</pre>"
+def _list_shown(page: _Page) -> list[str]:
+    """Return what a page shows as HTML, without displays that are empty, such as widgets that were closed."""
+    return [*map(_render_progress, page.bars), *(item.html for item in page.items if item.html)]
 
 
-def _render_image(mime: str, content: str, metadata: object) -> str:
-    sizes = ""
-    if isinstance(metadata, Mapping):
-        for name in ("width", "height"):
-            if isinstance(pixels := metadata.get(name), int):
-                sizes += f' {name}="{pixels}"'
-    return f'<img alt="" src="data:{mime};base64,{html.escape("".join(content.split()))}"{sizes}>'
+def _render_progress(bar: ProgressBar) -> str:
+    # In tqdm's form, whose times make no difference between ranks.
+    figures = ", ".join(filter(None, [format_remaining(bar), *bar.note.split(" · ")]))
+    text = f"{format_steps(bar)} [{figures}]" if figures else format_steps(bar)
+    if bar.fraction is None:
+        return f"<span>{html.escape(f'{bar.text} {text}'.strip())}</span>"
+    return render_row(render_bar(bar.text or "progress", bar.fraction, text))

@@ -95,7 +95,7 @@ def _render_bar(bar: ProgressBar) -> str:
         _render_track(bar.fraction, f"{bar.text or 'progress'}", "gl-track gl-wide") if bar.fraction is not None else ""
     )
     note = f'<span class="gl-dim">{html.escape(bar.note)}</span>' if bar.note else ""
-    status = html.escape(" · ".join(filter(None, [_format_steps(bar), _format_remaining(bar)])))
+    status = html.escape(" · ".join(filter(None, [format_steps(bar), format_remaining(bar)])))
     status = f'<span class="gl-dim">{status}</span>'
     return f'<div class="gl-row gl-part"><span class="gl-label">{text}</span>{track}{status}{note}</div>'
 
@@ -152,7 +152,7 @@ def _render_ranks(ranks: Mapping[RankState, tuple[int, ...]]) -> str:
 
 
 def _format_bar(bar: ProgressBar) -> str:
-    parts = [f"{bar.text} {_format_steps(bar)}".strip(), _format_remaining(bar), bar.note]
+    parts = [f"{bar.text} {format_steps(bar)}".strip(), format_remaining(bar), bar.note]
     return ", ".join(filter(None, parts))
 
 
@@ -164,7 +164,7 @@ def _format_gpus(gpus: tuple[GpuSample, ...]) -> str:
     return f"{'GPU' if len(gpus) == 1 else 'GPUs'} {least if least == most else f'{least}-{most}'} %"
 
 
-def _format_steps(bar: ProgressBar) -> str:
+def format_steps(bar: ProgressBar) -> str:
     """Format as `45 of 100 (45 %)`."""
     step = _format_number(bar.step)
     if bar.total is None or bar.fraction is None:
@@ -172,7 +172,8 @@ def _format_steps(bar: ProgressBar) -> str:
     return f"{step} of {_format_number(bar.total)} ({100 * bar.fraction:.0f} %)"
 
 
-def _format_remaining(bar: ProgressBar) -> str:
+def format_remaining(bar: ProgressBar) -> str:
+    """Format as `12 s left`; empty where that is not known or not worth a message."""
     return (
         ""
         if bar.remaining_s is None or bar.remaining_s < 1 or bar.is_complete

@@ -97,6 +97,8 @@ def _parse_seconds(text: str) -> float | None:
 class _RankProgress:
     #: Drawn bars by their totals, the latest one last: descriptions often change with every step.
     drawn: dict[float | None, ProgressBar] = field(default_factory=dict)
+    #: The number of bars that were drawn before the first drawing of one, by its total.
+    places: dict[float | None, int] = field(default_factory=dict)
     reported: ProgressBar | None = None
     #: Time and step of each report.
     times: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_REPORTS))
@@ -107,16 +109,30 @@ class ProgressTracker:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _RankProgress] = {}
+        self._redrawn: set[int] = set()
 
     def clear(self) -> None:
         """Forget all progress, before the ranks start again."""
         self._ranks.clear()
+        self._redrawn.clear()
 
     def record_bar(self, rank: int, bar: ProgressBar) -> None:
         """Record a bar that a rank has drawn."""
-        drawn = self._ranks.setdefault(rank, _RankProgress()).drawn
-        drawn.pop(bar.total, None)
-        drawn[bar.total] = bar
+        progress = self._ranks.setdefault(rank, _RankProgress())
+        progress.drawn.pop(bar.total, None)
+        progress.drawn[bar.total] = bar
+        progress.places.setdefault(bar.total, len(progress.places))
+        self._redrawn.add(rank)
+
+    def pop_redrawn(self) -> dict[int, tuple[ProgressBar, ...]]:
+        """Return the bars of each rank that has drawn one since the last call: the last ones, outer loops first."""
+        redrawn, self._redrawn = sorted(self._redrawn), set()
+        return {rank: self._order_bars(rank) for rank in redrawn}
+
+    def _order_bars(self, rank: int) -> tuple[ProgressBar, ...]:
+        bars = list(self._ranks[rank].drawn.values())[-_MAX_BARS:]
+        # The outer of two loops is drawn again when the inner one has ended.
+        return tuple(sorted(bars, key=lambda bar: self._ranks[rank].places[bar.total]))
 
     def record_report(self, rank: int, report: Mapping[str, Any], now: float) -> None:
         """Record a `gpu_launch.report` of a rank; values that are not numbers are left out."""

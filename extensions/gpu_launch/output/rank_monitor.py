@@ -109,6 +109,11 @@ class RankMonitor:
         shown += self._formatter.drain(self._active_ranks(), now, last=last)
         if last:
             shown += self._display_order.pop_due(everything=True)
+        if not self._is_single:
+            shown += [
+                RankDisplay(rank=rank, node=self._nodes[rank // self._per_node].name, bars=bars)
+                for rank, bars in self._progress.pop_redrawn().items()
+            ]
         self._is_processing = False
         return shown
 
@@ -167,6 +172,10 @@ class RankMonitor:
         self._stops.clear()
         self._display_order = DisplayOrder()
         self._finished_at = None
+
+    def start_cell(self) -> None:
+        """Forget the progress of the cell before."""
+        self._progress.clear()
 
     def all_started(self) -> bool:
         """Return whether ranks were started on every node."""

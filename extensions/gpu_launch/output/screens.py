@@ -16,7 +16,8 @@ from gpu_launch.output.panel import PanelView, build_html, build_line
 from gpu_launch.output.text import format_exact_span
 
 _REFRESH_S = 1.0  # seconds between updates of a panel or a line
-_TABS_S = 0.5  # seconds between updates of what ranks display
+_TABS_S = 0.2  # seconds between updates of what ranks display
+_TABS_CHARACTERS_S = 4_000_000  # most characters a second of such updates after the first one
 
 
 class Screen(Protocol):
@@ -84,7 +85,7 @@ class NotebookScreen:
         self._tabs: DisplayTabs | None = None
         self._tabs_handle: Any = None
         self._are_tabs_stale = False
-        self._tabs_at = float("-inf")
+        self._tabs_html, self._tabs_due_at = "", float("-inf")
 
     def show_displays(self, displays: Sequence[RankDisplay], *, last: bool = False) -> None:
         for shown in displays:
@@ -95,8 +96,8 @@ class NotebookScreen:
                 self._tabs = DisplayTabs(f"gl-{secrets.token_hex(4)}")
             self._tabs.add(shown)
             self._are_tabs_stale = True
-        if self._are_tabs_stale and (last or self._clock() - self._tabs_at >= _TABS_S):
-            self._show_tabs()
+        if self._tabs is not None and (last or (self._are_tabs_stale and self._clock() >= self._tabs_due_at)):
+            self._show_tabs(self._tabs, last=last)
 
     def show_progress(self, text: str, *, phase: str = "") -> None:
         is_new = text != self._progress.text
@@ -116,11 +117,14 @@ class NotebookScreen:
         sys.stdout.flush()
         sys.stderr.flush()
 
-    def _show_tabs(self) -> None:
-        assert self._tabs is not None  # noqa: S101 - stale ones are there
-        self._are_tabs_stale, self._tabs_at = False, self._clock()
+    def _show_tabs(self, tabs: DisplayTabs, *, last: bool) -> None:
+        html, self._are_tabs_stale = tabs.render(is_final=last), False
+        if html == self._tabs_html:
+            return
+        self._tabs_html = html
+        self._tabs_due_at = self._clock() + max(_TABS_S, len(html) / _TABS_CHARACTERS_S)
         self.flush()
-        data = {"text/plain": self._tabs.describe(), "text/html": self._tabs.render()}
+        data = {"text/plain": tabs.describe(), "text/html": html}
         if self._tabs_handle is None:
             self._tabs_handle = self._make()
             self._tabs_handle.display(data, raw=True)

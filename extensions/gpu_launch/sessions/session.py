@@ -120,6 +120,7 @@ class RankSession:
 
     def start_cell(self) -> None:
         """Note that a cell runs from now on."""
+        self._launch.ranks.start_cell()
         self._launch.set_idle(False)
 
     def end_cell(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from gpu_launch.common import displays
 from gpu_launch.common.displays import Display, DisplayKind
+from gpu_launch.worker.rank_widgets import RankWidgets, flush_output
 
 _BACKEND = "module://matplotlib_inline.backend_inline"
 #: Methods by which an object displays more than text.
@@ -65,6 +66,11 @@ class _RankDisplays:
         self.shell: Any = None
         #: Figures that are open at the end of a cell are displayed.
         self.runs_cells = False
+        self.widgets = RankWidgets(self.write)
+
+    def write(self, display: Display) -> None:
+        if self.writer is not None:
+            self.writer.write(display)
 
 
 _state = _RankDisplays()
@@ -82,6 +88,8 @@ def install(*, is_cell: bool) -> None:
         os.environ["MPLBACKEND"] = _BACKEND
         if (matplotlib := sys.modules.get("matplotlib")) is not None:
             matplotlib.rcParams["backend"] = _BACKEND
+    if "comm" in sys.modules:
+        _state.widgets.follow(sys.modules["comm"])
     sys.meta_path.insert(0, _ImportWatch(_WATCHED))
 
 
@@ -142,18 +150,19 @@ def _create_shell(_module: types.ModuleType) -> None:
         def publish(
             self, data: Any, metadata: Any = None, *_: Any, transient: Any = None, update: bool = False, **__: Any
         ) -> None:
-            _write(
+            data, display_id = _state.widgets.show(data, str((transient or {}).get("display_id", "")))
+            _state.write(
                 Display(
                     kind=DisplayKind.UPDATE if update else DisplayKind.SHOW,
                     data=data,
                     metadata=metadata or {},
-                    display_id=str((transient or {}).get("display_id", "")),
-                    written=_flush(),
+                    display_id=display_id,
+                    written=flush_output(),
                 )
             )
 
         def clear_output(self, wait: bool = False) -> None:
-            _write(Display(kind=DisplayKind.CLEAR, wait=bool(wait), written=_flush()))
+            _state.write(Display(kind=DisplayKind.CLEAR, wait=bool(wait), written=flush_output()))
 
     class Shell(InteractiveShell):  # type: ignore[misc]
         def init_history(self) -> None:
@@ -169,25 +178,10 @@ def _create_shell(_module: types.ModuleType) -> None:
     )
 
 
-def _write(display: Display) -> None:
-    if _state.writer is not None:
-        _state.writer.write(display)
-
-
-def _flush() -> tuple[int, int]:
-    """Flush the output, so that its order with displays is known; return its size by stream."""
-    sizes = []
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        try:
-            stream.flush()
-            sizes.append(os.fstat(number).st_size)
-        except (OSError, ValueError, AttributeError):
-            sizes.append(0)
-    return sizes[0], sizes[1]
-
-
 def _use_text_bars(module: types.ModuleType) -> None:
-    """Draw tqdm's bars as text, which the notebook shows as progress: widgets need a kernel."""
+    """Draw tqdm's bars as text, which the notebook shows as progress, where there are no widgets."""
+    if importlib.util.find_spec("ipywidgets") is not None:
+        return
     from tqdm import std  # type: ignore[import-untyped]
 
     for name in ("tqdm", "tqdm_notebook"):
@@ -205,6 +199,7 @@ def _set_interactive(_module: types.ModuleType) -> None:
 #: What follows the first import of a module.
 _WATCHED = {
     "IPython": _create_shell,
+    "comm": _state.widgets.follow,
     "tqdm.notebook": _use_text_bars,
     _BACKEND.removeprefix("module://"): _set_interactive,
 }

@@ -104,14 +104,65 @@ def test_a_single_rank_displays_as_a_notebook_does(cpu_kernel: LabKernel) -> Non
     assert output["data"] == {"text/plain": "[a display of 9.0 MB is left out: more than 8 MiB]"}
 
 
-def test_bars_of_a_rank_are_progress(cpu_kernel: LabKernel) -> None:
-    """Those for notebooks too, which would need widgets."""
+def test_bars_of_a_single_rank(cpu_kernel: LabKernel) -> None:
+    """Those that are drawn as text are progress; those for notebooks are displays, which are updated in place."""
     outputs = cpu_kernel.run(
-        "%%gpu\nimport time\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(30), desc='steps', mininterval=0): time.sleep(0.1)"
+        "%%gpu\nimport time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(30), desc='steps', mininterval=0): time.sleep(0.1)"
     )
     shown = [output["data"]["text/html"] for output in outputs if "data" in output]
     assert shown and "gpu-launch" in shown[0]
     assert not any("it/s" in output.get("text", "") for output in outputs)
+    outputs = cpu_kernel.run(
+        "%%gpu\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(30), desc='steps'): pass\n"
+        "for _ in tqdm(range(3), leave=False): pass\nprint('end')"
+    )
+    data = [output["data"] for output in outputs if "data" in output]
+    (bar, closed) = [shown for shown in data if "gpu-launch" not in shown["text/html"]]
+    assert "width:100.0%" in bar["text/html"] and bar["text/plain"].startswith("steps: 100% 30/30 ["), bar
+    assert closed == {"text/html": "", "text/plain": ""}
+
+
+def test_bars_of_ranks_are_in_their_tabs(kernel: LabKernel) -> None:
+    """One of tqdm as text, one of tqdm and one of ipywidgets as widgets, with a table; equal ranks share the tab."""
+    script = (
+        f"import os, sys, time\nimport ipywidgets\nfrom tqdm import tqdm\nfrom tqdm.notebook import tqdm as widgets\n{TABLE}\n"
+        "rank = int(os.environ['RANK'])\n"
+        "for _ in tqdm(range(20 + rank), desc='text', mininterval=0): time.sleep(0.05)\n"
+        "for _ in widgets(range(5), desc='bar'): pass\n"
+        "bar = ipywidgets.FloatProgress(max=1000, description='own')\ndisplay(ipywidgets.VBox([bar, ipywidgets.Label('state')]))\n"
+        "for step in range(500 + rank): bar.value = step\n"
+        "display(Table('table'))\nprint('line')"
+    )
+    outputs = kernel.run(f"%%gpu_launch --nnodes 2\n{script}")
+    pages = read_tabs(outputs)
+    assert list(pages) == ["rank 0", "rank 1"]
+    for rank, page in enumerate(pages.values()):
+        assert f"{20 + rank} of {20 + rank} (100 %)" in page
+        assert re.search(r"bar:\s100%.*width:100\.0%.*5/5\s\[", page, re.DOTALL), page
+        assert f"width:{(499 + rank) / 10}%" in page and "<span>state</span>" in page and "<b>table</b>" in page
+        assert [page.index(text) for text in ("text", "bar:", "own", "table")] == sorted(
+            page.index(text) for text in ("text", "bar:", "own", "table")
+        )
+    assert not any("it/s" in output.get("text", "") for output in outputs)
+    assert any("line" in output.get("text", "") for output in outputs)
+    outputs = kernel.run(
+        "%%gpu_ranks --nnodes 2\nimport time\nfrom tqdm import trange\nfor _ in trange(30, mininterval=0): time.sleep(0.02 + rank / 100)"
+    )
+    assert list(read_tabs(outputs)) == ["ranks 0-1"]
+
+
+def test_a_burst_of_displays_is_bounded(kernel: LabKernel) -> None:
+    """A rank that updates a display as fast as it can is shown with its last state, and little is sent."""
+    updates = []
+    kernel.observe = lambda message: updates.append(message["msg_type"] == "update_display_data")
+    outputs = kernel.run(
+        f"%%gpu_ranks --nnodes 2\n{TABLE}\nimport time\nend = time.monotonic() + 2\nhandle = display(Table('first'), display_id=True)\n"
+        "number = 0\nwhile time.monotonic() < end:\n    number += 1\n    handle.update(Table(str(number)))\n"
+        "handle.update(Table('last'))\ndisplay({'image/png': 'A' * 50_000_000}, raw=True)\nassert number > 1000"
+    )
+    ((label, page),) = read_tabs(outputs).items()
+    assert (label, "<b>last</b>" in page, "a display of 50.0 MB is left out" in page) == ("ranks 0-1", True, True)
+    assert sum(updates) < 60
 
 
 def test_engines_of_ipyparallel_display_by_themselves(kernel: LabKernel) -> None:

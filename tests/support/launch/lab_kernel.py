@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jupyter_client.kernelspec import KernelSpecManager
@@ -28,6 +28,8 @@ class LabKernel:
         specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
         self.manager = KernelManager(kernel_name="python3", kernel_spec_manager=specs)
         self.manager.start_kernel(env=notebook.environment(gpus), cwd=str(notebook.home))
+        #: Called with each message of a cell's output.
+        self.observe: Callable[[dict[str, Any]], object] = lambda message: None
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=DEADLINE_S)
@@ -48,6 +50,7 @@ class LabKernel:
         outputs: list[dict[str, Any]] = []
 
         def take(message: dict[str, Any]) -> None:
+            self.observe(message)
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 outputs.append({"text": content["text"]})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import re
 
 from gpu_launch.common.displays import Display, DisplayKind
 from gpu_launch.output import display_tabs
 from gpu_launch.output.display_order import DisplayOrder
-from gpu_launch.output.display_tabs import DisplayTabs, RankDisplay, render_display
+from gpu_launch.output.display_tabs import DisplayTabs, RankDisplay
+from gpu_launch.output.progress_bars import parse_bar
 
 
 def show(rank, text, **parts):
@@ -17,17 +17,23 @@ def show(rank, text, **parts):
     )
 
 
-def pages(tabs):
+def pages(tabs, **options):
     """Return the items of each tab by label."""
     found = {}
-    for part in tabs.render().split("<label")[1:]:
+    for part in tabs.render(**options).split("<label")[1:]:
         label, _, page = part.partition("</label>")
-        found[label.partition(">")[2]] = re.findall(r'<div class="gl-item">(.*?)</div>', page)
+        found[label.partition(">")[2]] = re.findall(
+            r'<div class="gl-item">(.*?)</div>(?=<div class="gl-item">|</div>(?:<input|</div>))', page
+        )
     return found
 
 
+def draw(rank, *lines):
+    return RankDisplay(rank=rank, node=f"rig{rank + 1}", bars=tuple(parse_bar(line)[0] for line in lines))
+
+
 def test_equal_ranks_share_a_tab():
-    """As soon as they display the same, and not longer."""
+    """As long as they display the same, and again at the end."""
     tabs = DisplayTabs("x")
     assert (tabs.render(), tabs.describe()) == ("", "")
     for rank in (2, 0, 1):
@@ -37,6 +43,30 @@ def test_equal_ranks_share_a_tab():
     assert pages(tabs) == {"ranks 0, 2": ["a"], "rank 1": ["a", "b"]}
     assert tabs.describe() == "ranks 0, 2: 1 display, rank 1: 2 displays"
     assert tabs.render().count(" checked") == 1
+    for rank in (0, 2):
+        tabs.add(show(rank, "b"))
+    assert list(pages(tabs)) == ["ranks 0, 2", "rank 1"]
+    assert pages(tabs, is_final=True) == {"ranks 0-2": ["a", "b"]}
+
+
+def test_bars_are_above_the_displays_of_their_rank():
+    """A drawing replaces the one before; times alone make no difference at the end, other figures do."""
+    tabs = DisplayTabs("x")
+    tabs.add(show(0, "a"))
+    tabs.add(draw(0, "train:  50%|#  | 1/2 [00:01<00:01, 1.00it/s, loss=2]"))
+    tabs.add(draw(1, "<b>: 3it [00:01, 3.00it/s]"))
+    (bar, shown), (counter,) = pages(tabs).values()
+    assert "<span>1 of 2 (50 %) [1 s left, 1.00it/s, loss=2]</span>" in bar
+    assert shown == "a"
+    assert "width:50.0%" in bar
+    assert counter == "<span>&lt;b&gt; 3 [3.00it/s]</span>"
+    ends = [draw(rank, f"100%|##| 2/2 [00:0{rank}<00:00, {rank}.2s/it, loss={rank // 2}]") for rank in range(4)]
+    tabs = DisplayTabs("x")
+    for end in ends:
+        tabs.add(end)
+    assert list(pages(tabs)) == ["ranks 0-1", "ranks 2-3"]
+    tabs.add(show(0, "", kind=DisplayKind.CLEAR))
+    assert list(pages(tabs)) == ["rank 1", "ranks 2-3"]
 
 
 def test_updates_and_clears_are_the_ranks_own():
@@ -67,25 +97,9 @@ def test_the_number_and_the_size_are_bounded(monkeypatch):
     assert pages(tabs)["rank 0"] == ["d" * 100]
     tabs.add(show(0, "e" * 101))
     assert pages(tabs)["rank 0"] == ["<pre>[a display of 101 bytes is left out]</pre>"]
-
-
-def test_each_type_has_its_html():
-    """HTML first, then images, then text, which is escaped."""
-    assert render_display(Display(data={"text/plain": "t", "text/html": "<i>h</i>", "image/png": "AA"})) == "<i>h</i>"
-    image = render_display(
-        Display(
-            data={"text/plain": "t", "image/png": "QUJD\nRA=="}, metadata={"image/png": {"width": 3, "height": '"'}}
-        )
-    )
-    assert image == '<img alt="" src="data:image/png;base64,QUJDRA==" width="3">'
-    drawing = render_display(Display(data={"image/svg+xml": "<svg/>"}))
-    assert base64.b64encode(b"<svg/>").decode() in drawing
-    assert render_display(Display(data={"text/latex": "$a<b$"})) == "$a&lt;b$"
-    assert render_display(Display(data={"text/plain": "<x>"})) == "<pre>&lt;x&gt;</pre>"
-    assert (
-        render_display(Display(data={"application/x+json": {"a": "<"}}))
-        == "<pre>{&quot;application/x+json&quot;: {&quot;a&quot;: &quot;&lt;&quot;}}</pre>"
-    )
+    tabs.add(show(1, "small", display_id="d"))
+    tabs.add(show(1, "f" * 200, display_id="d", kind=DisplayKind.UPDATE))
+    assert pages(tabs)["rank 1"] == ["<pre>[a display of 200 bytes is left out]</pre>"]
 
 
 def alone(text, stdout, stderr=0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from tqdm import tqdm
@@ -125,3 +126,19 @@ def test_fraction_is_clamped():
     assert ProgressBar(step=-1, total=100).fraction == 0.0
     assert ProgressBar(step=1, total=0).fraction is None
     assert ProgressBar(step=1).fraction is None
+
+
+def test_bars_of_each_rank_that_has_drawn():
+    """The outer loop first, also when it was drawn last; the latest three."""
+    steps = ProgressTracker()
+    outer, inner = ProgressBar(step=0, total=2), ProgressBar(step=5, total=10)
+    for bar in (outer, inner, replace(outer, step=1)):
+        steps.record_bar(1, bar)
+    assert steps.pop_redrawn() == {1: (replace(outer, step=1), inner)}
+    assert steps.pop_redrawn() == {}
+    for total in (20, 30):
+        steps.record_bar(1, ProgressBar(step=0, total=total))
+    assert [bar.total for bar in steps.pop_redrawn()[1]] == [2, 20, 30]
+    steps.record_bar(0, outer)
+    steps.clear()
+    assert steps.pop_redrawn() == {}

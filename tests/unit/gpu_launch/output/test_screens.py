@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+from gpu_launch.common.displays import Display
+from gpu_launch.output.display_tabs import RankDisplay
 from gpu_launch.output.panel import PanelView
 from gpu_launch.output.progress_bars import ProgressBar
 from gpu_launch.output.screens import NotebookScreen, TextScreen
@@ -53,6 +55,27 @@ def test_a_notebooks_panel_changes_at_most_once_a_second():
     screen.show_panel(CLOSING)
     assert len(handle.shown) == 6
     assert handle.shown[-1]["text/plain"] == "gpu_launch: done"
+
+
+def test_tabs_change_at_most_five_times_a_second():
+    """Large ones more seldom; the last state is shown, and nothing where it is on the screen already."""
+    clock, handle = _Clock(), _Handle()
+    screen = NotebookScreen(lambda: handle, clock)
+    for tick in range(1001):
+        clock.now = tick / 1000
+        screen.show_displays([RankDisplay(rank=1, node="rig1", display=Display(data={"text/html": f"<{tick}>"}))])
+    assert 5 <= len(handle.shown) <= 6
+    screen.show_displays((), last=True)
+    screen.show_displays((), last=True)
+    assert len(handle.shown) <= 7
+    assert "<1000>" in handle.shown[-1]["text/html"]
+    shown = len(handle.shown)
+    for tick in range(100):
+        clock.now = 2 + tick / 10
+        screen.show_displays(
+            [RankDisplay(rank=1, node="rig1", display=Display(data={"text/html": f"{tick}" * 4_000_000}))]
+        )
+    assert len(handle.shown) - shown <= 5
 
 
 class _Terminal(io.StringIO):
