@@ -179,7 +179,7 @@ class OutputCounter:
         """Count the output in agents' messages."""
         for message in messages:
             if message.get("kind") == "display":
-                self._bytes[message["rank"], _DISPLAYS] += 1
+                self._bytes[message["rank"], _DISPLAYS] += message["count"]
             for rank, stream, _ns, text, *skipped in message.get("entries", ()):
                 self._bytes[rank, stream] += skipped[0] if text is None else len(text.encode("utf-8", "replace"))
 
@@ -192,9 +192,13 @@ class OutputCounter:
     def total_bytes(self) -> int:
         return sum(self._bytes.values())
 
-    def is_complete(self) -> bool:
+    def is_complete(self, *, with_displays: bool = True) -> bool:
         """Return whether all expected output has arrived."""
-        return all(self._bytes[stream] >= size for stream, size in self._wanted.items())
+        return all(
+            self._bytes[rank, stream] >= size
+            for (rank, stream), size in self._wanted.items()
+            if with_displays or stream != _DISPLAYS
+        )
 
 
 def _encode_rank(rank: int) -> bytes:

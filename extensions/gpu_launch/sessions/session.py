@@ -32,6 +32,7 @@ _DISCONNECTED_S = (
 )
 _EXIT_TIMEOUT_S = 5.0  # seconds for ranks to exit
 _QUIET_S = 1.0  # seconds without new output after which a cell's missing output is given up
+_QUIET_DISPLAYS_S = 6.0  # the same where only displays are missing: the agent delays those of a rank with large ones
 _NETWORK_S = 2.0
 #: Shortest time in seconds for which workers are kept, because restarted ranks use the same ones.
 _MIN_KEEP_S = 60
@@ -168,7 +169,10 @@ class RankSession:
         for rank, sizes in written.items():
             self._output_counter.expect(rank, sizes)
         total, since = self._output_counter.total_bytes, time.monotonic()
-        while not self._output_counter.is_complete() and time.monotonic() - since < _QUIET_S:
+        while not self._output_counter.is_complete():
+            has_text = self._output_counter.is_complete(with_displays=False)
+            if time.monotonic() - since > (_QUIET_DISPLAYS_S if has_text else _QUIET_S):
+                break
             self._launch.step()
             if self._output_counter.total_bytes != total:
                 total, since = self._output_counter.total_bytes, time.monotonic()

@@ -58,7 +58,9 @@ class OutputForwarder:
             unlimited=node.spec.unlimited_output,
         )
         self._progress = ProgressFiles(node.run, node.ranks)
-        self._displays = DisplayFiles(node.run, node.ranks if node.spec.displays else ())
+        self._displays = DisplayFiles(
+            node.run, node.ranks if node.spec.displays else (), is_only_rank=node.spec.membership.ranks == 1
+        )
         self._oom_kills = count_oom_kills()
         self._has_announced_shutdown = False
         self._heartbeat_at = 0.0
@@ -75,7 +77,7 @@ class OutputForwarder:
                 if not self._forward(sender):
                     self._runner.wait(_POLL_S)
             self._send_failures(sender)
-            self._send_displays(sender)
+            self._send_displays(sender, everything=True)
             while entries := self._tail.read(everything=True):
                 self._send(sender, "output", entries=entries)
             # Progress that was reported after the last poll.
@@ -118,10 +120,9 @@ class OutputForwarder:
         for end in self._runner.new_failures():
             self._send(sender, "failed", end=asdict(self._rank_end(end)))
 
-    def _send_displays(self, sender: OutputSender) -> None:
-        while shown := self._displays.read():
-            for rank, display in shown:
-                self._send(sender, "display", rank=rank, display=display)
+    def _send_displays(self, sender: OutputSender, *, everything: bool = False) -> None:
+        for found in self._displays.read(everything=everything):
+            self._send(sender, "display", rank=found.rank, display=found.display, count=found.count)
 
     def _send(self, sender: OutputSender, kind: str, **content: Any) -> None:
         node = self._node

@@ -108,7 +108,7 @@ def test_output_is_complete_when_all_bytes_arrived():
     assert not heard.is_complete()
     heard.count([{"entries": [[1, "stdout", 0, None, 4]]}])
     assert not heard.is_complete()
-    heard.count([{"kind": "display", "rank": 1}])
+    heard.count([{"kind": "display", "rank": 1, "count": 1}])
     assert heard.is_complete()
     heard.expect(1, [8, 0, 1])
     assert not heard.is_complete()
