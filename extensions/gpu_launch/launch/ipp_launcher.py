@@ -26,6 +26,7 @@ from gpu_launch.errors import GpuLaunchError, LaunchFailed
 from gpu_launch.launch import plan as plan_module
 from gpu_launch.launch.plan import LaunchPlan, find_model, fit, make_plan
 from gpu_launch.launch.workers.worker_group import BrokerWorkerGroup, WorkerGroup
+from gpu_launch.output import engine_tabs
 
 _POLL_S = 0.02  # seconds between polls for the controller's connection file
 _SIGNAL_S = 10.0  # seconds for the controller to answer, and for all engines to confirm a signal
@@ -47,6 +48,7 @@ class GpuhubEngineSetLauncher(BaseLauncher):
         super().__init__(**kwargs)
         #: Given by a launch; created by `start` otherwise.
         self.group = group
+        engine_tabs.install()
         self._is_launch = group is not None
         self._stopping = threading.Event()
         #: What the start has waited for, for a person, oldest first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpu_launch.common.display_html import render_data
@@ -11,7 +12,7 @@ from gpu_launch.common.displays import Display, DisplayKind
 from gpu_launch.common.widget_html import render_bar, render_row
 from gpu_launch.output.panel import format_remaining, format_steps
 from gpu_launch.output.progress_bars import ProgressBar
-from gpu_launch.output.text import format_count, format_numbers, format_ranks, format_size
+from gpu_launch.output.text import format_count, format_numbers, format_size
 
 #: Most displays of one rank, and characters of HTML of all ranks, that are shown; earlier ones give way.
 MAX_ITEMS, MAX_CHARACTERS = 50, 16_000_000
@@ -77,9 +78,9 @@ class _Page:
 class DisplayTabs:
     """The displays of all ranks of one cell."""
 
-    def __init__(self, block_id: str) -> None:
-        """`block_id` is the id of the HTML element, which differs from all others of the page."""
-        self._id = block_id
+    def __init__(self, block_id: str, *, noun: str = "rank") -> None:
+        """`block_id` is the id of the HTML element, which differs from all others of the page; `noun` names a rank."""
+        self._id, self._noun = block_id, noun
         self._pages: dict[int, _Page] = {}
         self._nodes: dict[int, str] = {}
         #: The ranks of each tab that was rendered last.
@@ -108,6 +109,10 @@ class DisplayTabs:
         if len(page.items) > MAX_ITEMS:
             self._drop_oldest(page)
 
+    def replace(self, rank: int, items: Sequence[str], bars: tuple[ProgressBar, ...]) -> None:
+        """Replace all that a rank shows by displays as HTML, at most MAX_ITEMS, and bars."""
+        self._pages[rank] = _Page(items=[_Item(text) for text in items], bars=bars)
+
     def render(self, *, is_final: bool = False) -> str:
         """Return the block; empty while nothing is shown.
 
@@ -123,7 +128,7 @@ class DisplayTabs:
     def describe(self) -> str:
         """Return the block that was rendered last as one line of text."""
         return ", ".join(
-            f"{format_ranks(ranks)}: {format_count(len(_list_shown(self._pages[ranks[0]])), 'display')}"
+            f"{self._label(ranks)}: {format_count(len(_list_shown(self._pages[ranks[0]])), 'display')}"
             for ranks in self._groups
         )
 
@@ -135,15 +140,15 @@ class DisplayTabs:
         page.left_out += 1
 
     def _limit_characters(self) -> None:
-        """Drop the oldest displays of the rank that shows most, and leave out those that are too large."""
+        """Leave out displays that are too large, then drop the oldest of the rank that shows most."""
+        for page in self._pages.values():
+            page.items = [_leave_out(item) if len(item.html) > MAX_CHARACTERS else item for item in page.items]
         while self._count_characters() > MAX_CHARACTERS:
             page = max(self._pages.values(), key=lambda page: sum(len(item.html) for item in page.items))
             if len(page.items) > 1:
                 self._drop_oldest(page)
             else:
-                item = page.items[0]
-                text = f"<pre>[a display of {format_size(len(item.html))} is left out]</pre>"
-                page.items = [_Item(text, item.display_id)]
+                page.items = [_leave_out(page.items[0])]
 
     def _count_characters(self) -> int:
         # Ranks with the same displays share them.
@@ -165,17 +170,24 @@ class DisplayTabs:
                 groups.append((content, [rank]))
         return [ranks for _, ranks in groups]
 
+    def _label(self, ranks: list[int]) -> str:
+        return f"{self._noun}{'s' * (len(ranks) > 1)} {format_numbers(ranks)}"
+
     def _render_tab(self, index: int, ranks: list[int]) -> str:
         page, name = self._pages[ranks[0]], f"{self._id}-{index}"
-        title = html.escape(", ".join(dict.fromkeys(self._nodes[rank] for rank in ranks)))
+        title = html.escape(", ".join(dict.fromkeys(self._nodes.get(rank, "") for rank in ranks)))
         listed = " ".join(map(str, ranks))
-        label = f"{'rank' if len(ranks) == 1 else 'ranks'} {format_numbers(ranks)}"
+        label = self._label(ranks)
         note = f"<p>{format_count(page.left_out, 'earlier display')} not shown</p>" if page.left_out else ""
         items = "".join(f'<div class="gl-item">{text}</div>' for text in _list_shown(page))
         return (
             f'<input type="radio" name="{self._id}" id="{name}" data-ranks="{listed}"{"" if index else " checked"}>'
             f'<label for="{name}" title="{title}">{label}</label><div class="gl-page">{note}{items}</div>'
         )
+
+
+def _leave_out(item: _Item) -> _Item:
+    return _Item(f"<pre>[a display of {format_size(len(item.html))} is left out]</pre>", item.display_id)
 
 
 def _list_shown(page: _Page) -> list[str]:

@@ -66,6 +66,35 @@ class _PhaseTimer:
         return format_exact_span(seconds) if seconds >= 1 else ""
 
 
+class TabsOutput:
+    """The output of a cell with what ranks display: one block that is updated in place."""
+
+    def __init__(
+        self, tabs: DisplayTabs, handle: Callable[[], Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tabs, self._make, self._clock = tabs, handle, clock
+        self._handle: Any = None
+        self._html, self._due_at = "", float("-inf")
+
+    def due_in_s(self) -> float:
+        """Return the seconds until the block may be shown again, at least 0."""
+        return max(0.0, self._due_at - self._clock())
+
+    def show(self, *, is_last: bool = False) -> None:
+        """Show the block as it is now, if it has changed; `is_last` if it will not change any more."""
+        html = self._tabs.render(is_final=is_last)
+        if html == self._html:
+            return
+        self._html = html
+        self._due_at = self._clock() + max(_TABS_S, len(html) / _TABS_CHARACTERS_S)
+        data = {"text/plain": self._tabs.describe(), "text/html": html}
+        if self._handle is None:
+            self._handle = self._make()
+            self._handle.display(data, raw=True)
+        else:
+            self._handle.update(data, raw=True)
+
+
 class NotebookScreen:
     """A cell's output: one panel that is updated in place, with the streams below it."""
 
@@ -82,22 +111,21 @@ class NotebookScreen:
         self._view = PanelView()
         self._shown: tuple[str, PanelView] | None = None
         self._shown_at = float("-inf")
-        self._tabs: DisplayTabs | None = None
-        self._tabs_handle: Any = None
+        self._tabs = DisplayTabs(f"gl-{secrets.token_hex(4)}")
+        self._tabs_output = TabsOutput(self._tabs, handle, clock)
         self._are_tabs_stale = False
-        self._tabs_html, self._tabs_due_at = "", float("-inf")
 
     def show_displays(self, displays: Sequence[RankDisplay], *, last: bool = False) -> None:
         for shown in displays:
             if shown.is_only_rank:
                 self._publish(shown.display)
                 continue
-            if self._tabs is None:
-                self._tabs = DisplayTabs(f"gl-{secrets.token_hex(4)}")
             self._tabs.add(shown)
             self._are_tabs_stale = True
-        if self._tabs is not None and (last or (self._are_tabs_stale and self._clock() >= self._tabs_due_at)):
-            self._show_tabs(self._tabs, last=last)
+        if last or (self._are_tabs_stale and self._tabs_output.due_in_s() <= 0):
+            self._are_tabs_stale = False
+            self.flush()
+            self._tabs_output.show(is_last=last)
 
     def show_progress(self, text: str, *, phase: str = "") -> None:
         is_new = text != self._progress.text
@@ -116,20 +144,6 @@ class NotebookScreen:
     def flush(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-
-    def _show_tabs(self, tabs: DisplayTabs, *, last: bool) -> None:
-        html, self._are_tabs_stale = tabs.render(is_final=last), False
-        if html == self._tabs_html:
-            return
-        self._tabs_html = html
-        self._tabs_due_at = self._clock() + max(_TABS_S, len(html) / _TABS_CHARACTERS_S)
-        self.flush()
-        data = {"text/plain": tabs.describe(), "text/html": html}
-        if self._tabs_handle is None:
-            self._tabs_handle = self._make()
-            self._tabs_handle.display(data, raw=True)
-        else:
-            self._tabs_handle.update(data, raw=True)
 
     def _is_due(self) -> bool:
         return self._clock() - self._shown_at >= _REFRESH_S

@@ -165,17 +165,73 @@ def test_a_burst_of_displays_is_bounded(kernel: LabKernel) -> None:
     assert sum(updates) < 60
 
 
-def test_engines_of_ipyparallel_display_by_themselves(kernel: LabKernel) -> None:
-    """`%%px` shows each engine's displays below its name."""
+@pytest.fixture
+def px_kernel(kernel: LabKernel) -> Iterator[LabKernel]:
+    """A kernel with a cluster of two engines."""
     kernel.run(
         "import ipyparallel as ipp\ncluster = ipp.Cluster(engines='gpuhub', n=2)\n"
         "view = cluster.start_and_connect_sync()[:]\nview.activate()"
     )
-    outputs = kernel.run(
-        f"%%px --block\n{TABLE}\nfrom IPython.display import display\ndisplay(Table('shown'))\nTable('value')"
-    )
-    shown = [output["data"] for output in outputs]
-    tables = [data["text/html"] for data in shown if "text/html" in data]
-    assert sorted(tables) == ["<b>shown</b>"] * 2 + ["<b>value</b>"] * 2
-    assert {data["text/plain"] for data in shown} > {"[output:0]", "[output:1]"}
+    yield kernel
     kernel.run("cluster.stop_cluster_sync()")
+
+
+def texts_of(outputs: list[dict[str, Any]]) -> list[str]:
+    """Return what is shown besides tabs."""
+    shown = (output.get("data", {}).get("text/plain", output.get("text", "")) for output in outputs)
+    return [text for text in shown if "display" not in text and text.strip()]
+
+
+def test_engines_of_ipyparallel_display_in_tabs(px_kernel: LabKernel) -> None:
+    """`%%px` shows displays, bars and widgets as `%%gpu_ranks` does, and text as ever."""
+    outputs = px_kernel.run(
+        f"%%px --block --progress-after -1\n{TABLE}\nimport os, sys, time\nimport ipywidgets\nfrom IPython.display import clear_output, display\n"
+        "from tqdm import tqdm\nfrom tqdm.notebook import tqdm as widgets\n"
+        "display(Table('gone'))\nclear_output(wait=True)\nhandle = display(Table('first'), display_id=True)\n"
+        "for _ in widgets(range(5), desc='bar'):\n"
+        "    for _ in tqdm(range(20), desc='text', mininterval=0): time.sleep(0.01)\nbar = ipywidgets.FloatProgress(max=1000)\ndisplay(bar)\n"
+        "for step in range(1001): bar.value = step\n"
+        "handle.update(Table('second'))\nprint('line')\nprint('error', file=sys.stderr)\nTable('value')"
+    )
+    assert list(read_tabs(outputs)) == ["engines 0-1"], outputs
+    (page,) = read_tabs(outputs).values()
+    assert re.search(r"20 of 20.*<b>second</b>.*bar:\s100%.*width:100\.0%.*<b>value</b>", page, re.DOTALL), page
+    assert "gone" not in page
+    texts = texts_of(outputs)
+    assert sorted(texts) == sorted(
+        text for engine in (0, 1) for text in (f"[stdout:{engine}] line\n", f"[stderr:{engine}] error\n")
+    )
+
+
+def test_options_of_px_stay(px_kernel: LabKernel) -> None:
+    """Results that are shown later have tabs too, other groups and single values have ipyparallel's form."""
+    rank = "import os\nrank = int(os.environ['GPUHUB_NODE'][-1])\n"
+    outputs = px_kernel.run(f"%%px --noblock -o kept\n{TABLE}{rank}display(Table(rank))\nprint('line')\nTable('value')")
+    assert not any("gl-tabs" in output.get("data", {}).get("text/html", "") for output in outputs)
+    outputs = px_kernel.run("kept.get()\nkept.display_outputs()")
+    assert len(read_tabs(outputs)) == 2
+    assert "[stdout:0] \nline\n" in "".join(texts_of(outputs))
+    outputs = px_kernel.run("print([output['data']['text/html'] for outputs in kept.outputs for output in outputs])")
+    assert re.fullmatch(r"\['<b>\d</b>', '<b>\d</b>'\]\n", outputs[0]["text"])
+    outputs = px_kernel.run("kept.display_outputs(groupby='engine')")
+    shown = [output["data"] for output in outputs if "data" in output]
+    assert sorted(data["text/html"] for data in shown if "text/html" in data)[2:] == ["<b>value</b>"] * 2
+    assert {data["text/plain"] for data in shown} > {"[output:0]", "[output:1]"}
+    outputs = px_kernel.run("%%px --block --no-stream\ndisplay(Table('late'))")
+    assert read_tabs(outputs) == {"engines 0-1": '<div class="gl-item"><b>late</b></div>'}
+    outputs = px_kernel.run("%%px --block\n6 * 7")
+    assert ["42" in text for text in texts_of(outputs)] == [True, True]
+
+
+def test_a_burst_of_an_engine_is_bounded(px_kernel: LabKernel) -> None:
+    """Updates of a display and of a widget as fast as an engine can."""
+    updates = []
+    px_kernel.observe = lambda message: updates.append(message["msg_type"] in ("update_display_data", "comm_msg"))
+    outputs = px_kernel.run(
+        f"%%px --block\n{TABLE}\nimport time, ipywidgets\nfrom IPython.display import display\nhandle = display(Table('first'), display_id=True)\n"
+        "label = ipywidgets.Label()\ndisplay(label)\nfor number in range(1001):\n    handle.update(Table(number))\n    label.value = str(number)\n"
+        "display({'image/png': 'A' * 20_000_000}, raw=True)"
+    )
+    (page,) = read_tabs(outputs).values()
+    assert "<b>1000</b>" in page and "<span>1000</span>" in page and "a display of" in page, page
+    assert sum(updates) < 60
