@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.launch.example_notebooks import read_cells
 from tests.support.launch.lab_kernel import LabKernel
 from tests.support.launch.local_cluster import Notebook
 
@@ -82,6 +83,17 @@ def test_figures_and_data_frames_of_ranks(kernel: LabKernel) -> None:
         assert base64.b64decode(encoded[1]).startswith(b"\x89PNG")
         assert re.search(rf'class="dataframe">.*<th>loss</th>.*<td>{rank}\.5</td>', table, re.DOTALL), table
     assert len(pictures) == 2, "both ranks show the same picture"
+
+
+def test_example_shows_plots_and_bars_of_every_rank(kernel: LabKernel) -> None:
+    """`03-rank-sessions.ipynb`, whose ranks draw different points."""
+    shown = {}
+    for cell in read_cells("03-rank-sessions.ipynb"):
+        outputs = kernel.run(cell)
+        if "tqdm" in cell:
+            shown = read_tabs(outputs)
+    assert list(shown) == ["rank 0", "rank 1"]
+    assert all("41/41" in page and "width:100.0%" in page and "image/png" in page for page in shown.values()), shown
 
 
 def test_a_single_rank_displays_as_a_notebook_does(cpu_kernel: LabKernel) -> None:
