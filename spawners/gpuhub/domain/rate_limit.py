@@ -57,6 +57,12 @@ class RateLimiter:
         self.check(caller, count)
         self._keep(caller, self._now_left(caller) - count)
 
+    def reserve(self, caller: str) -> float:
+        """Count something that is not refused, and return the time after which the caller may go on, seconds."""
+        left = self._now_left(caller) - 1
+        self._keep(caller, left)
+        return max(0.0, -left / self._rate.per_second)
+
     def refund(self, caller: str, count: float = 1) -> None:
         """Cancel the count."""
         self._keep(caller, min(self._now_left(caller) + count, self._rate.burst))

@@ -296,15 +296,15 @@ async def asgi_broker(setting: Setting, *, wait: bool = True) -> AsyncIterator[R
 
 
 @contextmanager
-def served_broker(setting: Setting, *, wait: bool = True, port: int = 0) -> Iterator[Running]:
-    """Run the broker in a thread with a port on loopback, as in production."""
+def served_broker(setting: Setting, *, wait: bool = True, port: int = 0, loop: Any = "auto") -> Iterator[Running]:
+    """Run the broker in a thread with a port on loopback, as in production; `loop` is as Uvicorn's `--loop`."""
     store = Store.open_file(setting.folder / "broker.sqlite")
     workers = Workers(setting.nodes)
     app = setting.build(store, workers)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
-        server = uvicorn.Server(build_server_config(app, lifespan="on"))
+        server = uvicorn.Server(build_server_config(app, lifespan="on", loop=loop))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="broker")
         thread.start()
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,8 +21,11 @@ from gpuhub.common.errors import Conflict, NotAllowed, NotFound
 from gpuhub.config.containers.services import ServiceSettings
 from gpuhub.domain.models import Identity, JobRow, LeaseRow
 from gpuhub.domain.owner_limits import list_groups
+from gpuhub.domain.rate_limit import RateLimit, RateLimiter
 
 R = TypeVar("R", LeaseRow, JobRow)
+#: Waits for the turn of a message or part of a stream of so many bytes, as `ConcurrencyLimiter.take_turn`.
+TakeTurn = Callable[[int], Awaitable[None]]
 
 
 async def find_lease(core: BrokerState, caller: Identity, lease_id: str) -> LeaseRow:
@@ -130,12 +133,19 @@ SERVICES = StreamKind(description="requests to services", per_owner=16, total=10
 LISTS = StreamKind(description="lists being read", per_owner=32, total=1024)
 EXPLANATIONS = StreamKind(description="explanations being computed", per_owner=16, total=256)
 POLLS = StreamKind(description="requests that wait for changes", per_owner=128, total=8192)
+#: Messages and parts of streams below this size count, bytes: larger ones need a network's bandwidth as well.
+SMALL_PART = 4096
+#: Small messages and parts of all streams of one user; programs send larger ones where they send many.
+SMALL_PARTS = RateLimit(burst=2000, per_second=2000, what="small messages")
+#: Shorter waits are added up, seconds.
+_MIN_WAIT_S = 0.01
 
 
 class ConcurrencyLimiter:
-    """Counts open streams and refuses those above the limits."""
+    """Counts open streams and refuses those above the limits; delays streams of many small parts."""
 
     def __init__(self) -> None:
+        self._small_parts = RateLimiter(SMALL_PARTS)
         self._open: Counter[tuple[StreamKind, str]] = Counter()
         self._total: Counter[StreamKind] = Counter()
 
@@ -162,3 +172,8 @@ class ConcurrencyLimiter:
             self._open[kind, owner] -= 1
             self._total[kind] -= 1
             self._open += Counter()  # drops owners with a count of zero
+
+    async def take_turn(self, owner: str, size: int) -> None:
+        """Serve others before the next message or part of a stream, of `size` bytes; wait if it is one of too many."""
+        wait_s = self._small_parts.reserve(owner) if size < SMALL_PART else 0.0
+        await asyncio.sleep(wait_s if wait_s >= _MIN_WAIT_S else 0)

@@ -16,9 +16,11 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
 
 from gpuhub.broker.views.slices import SLICE_S
+from gpuhub.domain.rate_limit import RateLimit, RateLimiter
 from gpuhub.tls.internal_certificates import PROXY_CLIENT, PROXY_CLIENT_AUTHORITY
 
 #: Maximum size of the head of a request: request line and headers. The proxy accepts half of it. Bytes.
@@ -38,6 +40,10 @@ MAX_PIPELINED = 16
 _MAX_MESSAGE_BYTES = 1024 * 1024
 #: Bytes of a WebSocket that are parsed before the next ones wait for the application to take the messages among them.
 _PARSED_BYTES = 8 * 1024
+#: Frames below this size that end no message, such as pings and empty parts, count, bytes; and how many of them one
+#: connection may send. Clients send a ping in some seconds; browsers send large messages in large parts.
+_SMALL_FRAME = 1024
+_SMALL_FRAMES = RateLimit(burst=200, per_second=50, what="WebSocket frames without a message")
 #: Time for long polls when the broker stops; their clients ask again. Seconds.
 _SHUTDOWN_S = 2
 FORWARDED_FOR = b"x-forwarded-for"
@@ -202,6 +208,9 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         self._unparsed = b""
         #: Answers to the last pings, while the client does not read.
         self._pongs = b""
+        self._small_frames = RateLimiter(_SMALL_FRAMES)
+        #: Time until the next slice, seconds; None while there is nothing to wait for.
+        self._pause_s: float | None = None
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -219,6 +228,12 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
             self.read_paused = False
             self._parse()
         return message
+
+    def handle_events(self) -> None:
+        for event in self.conn.events:
+            if isinstance(event, Frame) and len(event.data) < _SMALL_FRAME and not _ends_message(event):
+                self._pause_s = self._small_frames.reserve("") or self._pause_s
+        super().handle_events()
 
     def handle_ping(self) -> None:
         pongs = b"".join(self.conn.data_to_send())
@@ -244,19 +259,29 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     def _parse(self) -> None:
         """Parse what was received, until a slice ends or there are messages for the application."""
         began = time.thread_time()
-        while self._unparsed and not self.read_paused and not self.transport.is_closing():
-            if time.thread_time() - began >= SLICE_S:
-                self.transport.pause_reading()
-                self.loop.call_soon(self._parse)
-                return
+        while self._unparsed and not self.read_paused and self._pause_s is None and not self.transport.is_closing():
             part, self._unparsed = self._unparsed[:_PARSED_BYTES], self._unparsed[_PARSED_BYTES:]
             super().data_received(part)
-        if not self.read_paused:
+            if time.thread_time() - began >= SLICE_S:
+                self._pause_s = self._pause_s or 0.0
+            if self._pause_s is not None:
+                self.loop.call_later(self._pause_s, self._end_pause)
+        if self.read_paused or self._pause_s is not None:
+            self.transport.pause_reading()
+        else:
             self.transport.resume_reading()
+
+    def _end_pause(self) -> None:
+        self._pause_s = None
+        self._parse()
 
     def _abort_later(self) -> None:
         """Drop what a client does not read; without it, a closed connection lasts until everything is sent."""
         self.loop.call_later(self.close_timeout + LINGER_S, self.transport.abort)
+
+
+def _ends_message(frame: Frame) -> bool:
+    return frame.fin and frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
 
 
 def _is_proxy(transport: Any, *, is_local: bool) -> bool:

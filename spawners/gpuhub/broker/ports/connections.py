@@ -34,6 +34,8 @@ MAX_IDLE_CONNECTIONS = 6
 #: Time after which unused connections are closed, seconds.
 IDLE_S = 60.0
 _SWEEP_S = 10.0
+#: Bytes that are read at once: they are parsed without a turn for others.
+_MAX_READ = 16 * 1024
 #: Received bytes that wait to be read.
 _MAX_BUFFER = 1024 * 1024
 
@@ -53,6 +55,9 @@ class PortStream(httpcore.AsyncNetworkStream):
         self._receiving = asyncio.ensure_future(self._receive())
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109 - httpcore's interface
+        # A server that always sends would otherwise leave no turn for other tasks.
+        await asyncio.sleep(0)
+        max_bytes = min(max_bytes, _MAX_READ)
         try:
             async with asyncio.timeout(timeout):
                 await self._received.wait()

@@ -10,6 +10,7 @@ from websockets.http11 import Response
 from websockets.typing import Origin, Subprotocol
 from websockets.uri import parse_uri
 
+from gpuhub.broker.admission.access import TakeTurn
 from gpuhub.broker.ports.connections import PortStream
 from gpuhub.broker.ports.headers import Headers
 from gpuhub.common.errors import Unavailable
@@ -18,7 +19,8 @@ from gpuhub.common.errors import Unavailable
 MAX_MESSAGE_BYTES = 1024 * 1024
 #: Longest time for the server's answer to the handshake, seconds.
 _HANDSHAKE_TIMEOUT_S = 30.0
-_BLOCK = 65536
+#: Bytes that are parsed at once; they can be thousands of frames.
+_BLOCK = 4 * 1024
 #: The protocol's own headers, which the library sends.
 _OWN = frozenset({b"host", b"origin", b"connection", b"upgrade"})
 
@@ -26,15 +28,26 @@ _OWN = frozenset({b"host", b"origin", b"connection", b"upgrade"})
 class PortWebSocket:
     """An open WebSocket; `open` makes one. One task may send while another one receives."""
 
-    def __init__(self, stream: PortStream, protocol: ClientProtocol) -> None:
+    def __init__(self, stream: PortStream, protocol: ClientProtocol, take_turn: TakeTurn) -> None:
         self._stream = stream
         self._protocol = protocol
+        self._take_turn = take_turn
 
     @classmethod
     async def open(
-        cls, stream: PortStream, *, host: str, target: str, headers: Headers, subprotocols: Sequence[str]
+        cls,
+        stream: PortStream,
+        *,
+        host: str,
+        target: str,
+        headers: Headers,
+        subprotocols: Sequence[str],
+        take_turn: TakeTurn,
     ) -> PortWebSocket:
-        """Send the handshake and wait for its answer. The stream is the caller's to close.
+        """Send the handshake and wait for its answer. The caller closes the stream.
+
+        Args:
+            take_turn: is awaited before each received frame.
 
         Raises:
             Unavailable: the server refuses.
@@ -51,7 +64,7 @@ class PortWebSocket:
             if name.lower() not in _OWN:
                 request.headers[name.decode("latin-1")] = value.decode("latin-1")
         protocol.send_request(request)
-        socket = cls(stream, protocol)
+        socket = cls(stream, protocol, take_turn)
         await socket._flush()
         while not (events := protocol.events_received()):
             data = await stream.read(_BLOCK, _HANDSHAKE_TIMEOUT_S)
@@ -98,8 +111,10 @@ class PortWebSocket:
         parts = bytearray()
         kind = Opcode.BINARY
         frames, self._frames = self._frames, []
+        is_ended = False
         while True:
             for frame in frames:
+                await self._take_turn(len(frame.data))
                 if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
                     kind = frame.opcode
                 elif frame.opcode is not Opcode.CONT:
@@ -108,6 +123,8 @@ class PortWebSocket:
                 if frame.fin:
                     yield parts.decode("utf-8", "replace") if kind is Opcode.TEXT else bytes(parts)
                     parts.clear()
+            if is_ended:
+                return
             data = await self._stream.read(_BLOCK)
             if data:
                 self._protocol.receive_data(data)
@@ -116,8 +133,8 @@ class PortWebSocket:
             # Answers to pings, and to the end.
             await self._flush()
             frames = [event for event in self._protocol.events_received() if isinstance(event, Frame)]
-            if not data:
-                return
+            # A server that has ended or broken the WebSocket may go on sending.
+            is_ended = not data or self._protocol.close_expected()
 
     async def _flush(self) -> None:
         for data in self._protocol.data_to_send():

@@ -57,3 +57,13 @@ def test_a_refusal_says_when_to_come_again() -> None:
     limiter.acquire("ada", 100)
     with pytest.raises(TooManyRequests):
         limiter.acquire("ada")
+
+
+def test_reservations_wait_for_each_other() -> None:
+    """What is counted without a refusal has a time after which it is within the limit; others have their own."""
+    now = [0.0]
+    limiter = RateLimiter(RateLimit(burst=2, per_second=10), lambda: now[0])
+    assert [limiter.reserve("ada") for _ in range(4)] == [0.0, 0.0, pytest.approx(0.1), pytest.approx(0.2)]
+    assert limiter.reserve("ben") == 0.0
+    now[0] += 0.3
+    assert [limiter.reserve("ada") for _ in range(2)] == [0.0, pytest.approx(0.1)]

@@ -357,6 +357,7 @@ class PortResponse(Response):
                     sent, parts = pages.remove_length(sent), pages.add_storage(parts, _STORAGE_PATH)
                 await send({"type": "http.response.start", "status": response.status, "headers": sent})
                 async for part in parts:
+                    await self._streams.take_turn(self._target.visitor, len(part))
                     await send(_build_part(part, has_more=True))
                 await send(_build_part(b"", has_more=False))
             finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ import httpcore
 from fastapi import APIRouter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from gpuhub.broker.admission.access import TakeTurn
 from gpuhub.broker.api import problems
 from gpuhub.broker.api.routes.port_routes import PORTS, VISITS, PortTarget, find_port, find_visit
 from gpuhub.broker.files.user_files import UserFiles
@@ -63,6 +65,7 @@ async def serve_websocket(websocket: WebSocket, find: Callable[[], Awaitable[Por
         check_page_origin(websocket.headers.get("origin"), websocket.headers.get("host", ""), is_visit=is_visit)
         target = await find()
         with files.streams.acquire(target.kind, target.visitor):
+            take_turn = partial(files.streams.take_turn, target.visitor)
             stream = await connections.connect(target.server)
             try:
                 server = await PortWebSocket.open(
@@ -73,9 +76,10 @@ async def serve_websocket(websocket: WebSocket, find: Callable[[], Awaitable[Por
                         websocket.scope["headers"], url=target.url, visitor=target.visitor
                     ),
                     subprotocols=websocket.scope.get("subprotocols", ()),
+                    take_turn=take_turn,
                 )
                 await websocket.accept(server.subprotocol)
-                await _connect(websocket, server, target)
+                await _connect(websocket, server, target, take_turn)
             finally:
                 await stream.aclose()
     except GpuhubError as error:
@@ -88,9 +92,9 @@ async def serve_websocket(websocket: WebSocket, find: Callable[[], Awaitable[Por
         )
 
 
-async def _connect(websocket: WebSocket, server: PortWebSocket, target: PortTarget) -> None:
+async def _connect(websocket: WebSocket, server: PortWebSocket, target: PortTarget, take_turn: TakeTurn) -> None:
     """Pass messages until visitor or server end the WebSocket, or the visitor is refused."""
-    from_visitor = asyncio.ensure_future(_pass_to_server(websocket, server))
+    from_visitor = asyncio.ensure_future(_pass_to_server(websocket, server, take_turn))
     from_server = asyncio.ensure_future(_pass_to_visitor(websocket, server))
     refusal = asyncio.ensure_future(target.watch.wait_until_refused())
     done = await wait_for_first(from_visitor, from_server, refusal)
@@ -102,14 +106,15 @@ async def _connect(websocket: WebSocket, server: PortWebSocket, target: PortTarg
             await websocket.close(_BROKEN if code == _ABNORMAL else code)
 
 
-async def _pass_to_server(websocket: WebSocket, server: PortWebSocket) -> None:
+async def _pass_to_server(websocket: WebSocket, server: PortWebSocket, take_turn: TakeTurn) -> None:
     with suppress(httpcore.WriteError):
         try:
             while True:
                 message = await websocket.receive()
                 websocket._raise_on_disconnect(message)
-                data = message.get("text") if message.get("text") is not None else message.get("bytes")
-                await server.send(data or "")
+                data = (message.get("text") if message.get("text") is not None else message.get("bytes")) or ""
+                await take_turn(len(data))
+                await server.send(data)
         except WebSocketDisconnect as end:
             await server.close(end.code)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, cast
 from urllib.parse import urlsplit
 
@@ -88,7 +89,7 @@ async def _serve_program(
         with files.streams.acquire(kind, job.owner):
             async with files.couriers.connect_worker(job, worker_row, arguments) as client:
                 await websocket.accept()
-                await _serve(websocket, client, watch)
+                await _serve(websocket, client, watch, partial(files.streams.take_turn, job.owner))
     except GpuhubError as error:
         await websocket.send_denial_response(
             problems.build_response(problems.http_status(error), str(error), error.code)
@@ -119,21 +120,22 @@ def find_running_worker(job: JobRow, index: int) -> WorkerRow:
     raise Conflict(f"job {job.id} is {job.state}: worker {index} does not run; running workers: {indexes}")
 
 
-async def _serve(websocket: WebSocket, client: CourierClient, watch: AccessWatch) -> None:
+async def _serve(websocket: WebSocket, client: CourierClient, watch: AccessWatch, take_turn: access.TakeTurn) -> None:
     """Connect client and program until the program ends, the client disconnects or the caller is refused."""
-    input_task = asyncio.ensure_future(_pass_input(websocket, client))
-    output_task = asyncio.ensure_future(_pass_output(websocket, client))
+    input_task = asyncio.ensure_future(_pass_input(websocket, client, take_turn))
+    output_task = asyncio.ensure_future(_pass_output(websocket, client, take_turn))
     refusal_task = asyncio.ensure_future(watch.wait_until_refused())
     if refusal_task in await wait_for_first(input_task, output_task, refusal_task):
         await _send_end(websocket, {"exit": BROKEN_EXIT_CODE, "error": refusal_task.result()})
 
 
-async def _pass_input(websocket: WebSocket, client: CourierClient) -> None:
+async def _pass_input(websocket: WebSocket, client: CourierClient, take_turn: access.TakeTurn) -> None:
     """Pass input until the client disconnects. An ended shell accepts no input, but may still have output."""
     with suppress(WebSocketDisconnect):
         while True:
             message = await websocket.receive()
             websocket._raise_on_disconnect(message)
+            await take_turn(len(message.get("bytes") or ""))
             with suppress(NodeUnreachable):
                 if message.get("bytes") is not None:
                     await client.send(message["bytes"])
@@ -141,9 +143,10 @@ async def _pass_input(websocket: WebSocket, client: CourierClient) -> None:
                     await client.resize(*size)
 
 
-async def _pass_output(websocket: WebSocket, client: CourierClient) -> None:
+async def _pass_output(websocket: WebSocket, client: CourierClient, take_turn: access.TakeTurn) -> None:
     try:
         async for data in client.read_output():
+            await take_turn(len(data))
             await websocket.send_bytes(data)
         code = client.result.get("exit")
         last: dict[str, object] = {"exit": code if type(code) is int else BROKEN_EXIT_CODE}

@@ -14,9 +14,11 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from starlette.websockets import WebSocket
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from gpuhub.broker.api import server
 from gpuhub.broker.api.server import BoundedWebSocketProtocol, build_server_config
+from gpuhub.domain.rate_limit import RateLimit
 from tests.support.docker.simulated_nodes import wait_until
 from tests.support.loop_time import MAX_STEP_S, kept_memory
 
@@ -28,6 +30,8 @@ MASK = b"\0\0\0\0"
 #: The largest ping and its pong, and the smallest text and ping.
 PING, PONG = b"\x89\xfd" + MASK + b"p" * 125, b"\x8a\x7d" + b"p" * 125
 EMPTY_TEXT, EMPTY_PING = b"\x81\x80" + MASK, b"\x89\x80" + MASK
+#: A part of a message that neither begins nor ends it.
+EMPTY_PART = b"\x00\x80" + MASK
 #: Bytes that a client sends without reading, more than the kernel keeps of both directions, and how many of the answers
 #: the server may keep.
 FLOOD, MAX_KEPT = 32 * 1024 * 1024, 1024 * 1024
@@ -90,6 +94,12 @@ def app() -> Iterator[EchoApp]:
     assert not thread.is_alive()
 
 
+@pytest.fixture
+def any_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients may send any number of pings."""
+    monkeypatch.setattr(server, "_SMALL_FRAMES", RateLimit(burst=1e9, per_second=1e9))
+
+
 def connect(app: EchoApp) -> socket.socket:
     """Open a WebSocket, and return it when the server has its handshake."""
     client = socket.create_connection(("127.0.0.1", app.port), timeout=30)
@@ -100,7 +110,7 @@ def connect(app: EchoApp) -> socket.socket:
 
 
 def test_pings_of_a_client_that_does_not_read_are_not_kept(
-    app: EchoApp, protocols: list[BoundedWebSocketProtocol]
+    app: EchoApp, protocols: list[BoundedWebSocketProtocol], any_pings: None
 ) -> None:
     """Only the last ones are answered, and then everything works as before."""
     app.may_accept.set()
@@ -137,7 +147,11 @@ def test_clients_without_access_are_not_read(app: EchoApp, protocols: list[Bound
 
 @pytest.mark.parametrize("frame", [EMPTY_TEXT, EMPTY_PING], ids=["texts", "pings"])
 def test_tiny_frames_are_parsed_in_slices(
-    app: EchoApp, protocols: list[BoundedWebSocketProtocol], monkeypatch: pytest.MonkeyPatch, frame: bytes
+    app: EchoApp,
+    protocols: list[BoundedWebSocketProtocol],
+    any_pings: None,
+    monkeypatch: pytest.MonkeyPatch,
+    frame: bytes,
 ) -> None:
     """One block of the socket has tens of thousands of them, of which few wait for the application at a time."""
     app.may_accept.set()
@@ -163,6 +177,35 @@ def test_tiny_frames_are_parsed_in_slices(
             received += client.recv(65536)
     assert max(steps_s) < MAX_STEP_S
     assert max(waiting) <= server._PARSED_BYTES // len(frame) + 1
+
+
+@pytest.mark.parametrize("frame", [EMPTY_PING, EMPTY_PART], ids=["pings", "parts"])
+def test_frames_without_a_message_are_read_at_a_limited_rate(
+    app: EchoApp, protocols: list[BoundedWebSocketProtocol], monkeypatch: pytest.MonkeyPatch, frame: bytes
+) -> None:
+    """A client that sends many pings, or empty parts of one message, waits; large parts do not count."""
+    app.may_accept.set()
+    app.may_read.set()
+    received: list[int] = []
+    data_received = WebSocketsSansIOProtocol.data_received
+
+    def record(self: WebSocketsSansIOProtocol, data: bytes) -> None:
+        received.append(len(data))
+        data_received(self, data)
+
+    monkeypatch.setattr(WebSocketsSansIOProtocol, "data_received", record)
+    with connect(app) as client:
+        large = b"\xfe\x40\x00" + MASK + b"x" * 16384
+        client.sendall(b"\x01" + large + (b"\x00" + large) * 50 + b"\x80\x83" + MASK + b"end")
+        echo = b""
+        while not echo.endswith(b"end"):
+            echo += client.recv(65536)
+        received.clear()
+        client.sendall((b"\x01\x80" + MASK if frame is EMPTY_PART else b"") + frame * 100_000)
+        time.sleep(TIMEOUT_S)
+        limit = server._SMALL_FRAMES
+        most = limit.burst + TIMEOUT_S * limit.per_second
+        assert most <= sum(received) // len(frame) <= most + 2 * server._PARSED_BYTES // len(frame)
 
 
 def test_client_that_never_reads_loses_its_connection(
