@@ -5,13 +5,17 @@ It ends with `REFUSED` and a line about the reason where the input is no noteboo
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
+import signal
 import sys
 import warnings
 from typing import Any
 
-#: Time of a processor and memory that rendering may take: seconds, bytes.
-MAX_CPU_S, MAX_MEMORY = 25, 2 * 1024**3
+#: Time of a processor and memory that rendering may take: seconds, bytes. The courier's container has 512 MiB.
+MAX_CPU_S, MAX_MEMORY = 25, 400 * 1024**2
+_PR_SET_PDEATHSIG = 1
 REFUSED = 3
 
 
@@ -59,7 +63,11 @@ def _describe(error: Exception) -> str:
 
 
 def main() -> int:
-    """Render standard input to standard output; the argument is the title."""
+    """Render standard input to standard output; the arguments are the title and the id of the parent process."""
+    # A courier whose viewer has gone ends at once, and rendering with it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[2]):
+        return 1
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     try:

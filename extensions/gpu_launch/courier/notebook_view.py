@@ -82,7 +82,7 @@ def render(file: BinaryIO, path: str) -> bytes:
     """
     # A process of its own has limits of its own.
     done = subprocess.run(
-        [sys.executable, "-m", notebook_page.__name__, PurePosixPath(path).stem],
+        [sys.executable, "-m", notebook_page.__name__, PurePosixPath(path).stem, str(os.getpid())],
         stdin=file,
         capture_output=True,
         check=False,

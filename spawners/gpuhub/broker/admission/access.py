@@ -122,6 +122,8 @@ LOGS = StreamKind(description="logs being read", per_owner=4, total=256)
 #: Outputs of others' jobs, counted for each viewer; and those of one owner, each of which is a process of the owner's.
 SHARED_VIEWS = StreamKind(description="shared outputs being read", per_owner=4, total=256)
 SHARED_OUTPUTS = StreamKind(description="views of one's jobs by others", per_owner=16, total=256)
+#: Pages of notebooks of one owner that are rendered or sent: each may take tens of MiB of the owner's courier.
+SHARED_PAGES = StreamKind(description="notebooks being shown", per_owner=4, total=64)
 STATES = StreamKind(description="states being read", per_owner=4, total=64)
 SHELLS = StreamKind(description="terminals", per_owner=2, total=64)
 #: More than terminals: an editor and rsync open several at once.

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Annotated, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -63,6 +64,8 @@ class UserFiles:
         self._has_containers = has_containers
         #: Limits of concurrent transfers, logs and terminals.
         self.streams = access.ConcurrencyLimiter()
+        #: Held by owner while one of the owner's notebooks is rendered.
+        self._rendering: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def upload(self, caller: Identity, path: str, body: AsyncIterator[bytes]) -> UploadResult:
         """Unpack a tar below a folder of the caller's home.
@@ -188,9 +191,13 @@ class UserFiles:
             NotFound, InvalidRequest, SizeLimitExceeded: there is no such notebook, or it cannot be shown.
             Conflict, TooManyStreams, Unavailable: it cannot be read.
         """
-        stack = AsyncExitStack()
-        client = await stack.enter_async_context(self._connect_notebook(reader, ("--", path), owner))
-        return FileStream(_limit(client.read_output(limit_s=SILENCE_TIMEOUT_S), MAX_PAGE), stack)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self.streams.acquire(access.SHARED_PAGES, owner))
+            # One at a time: the courier's memory is enough for one. The page is rendered when the command has started.
+            async with self._rendering.setdefault(owner, asyncio.Lock()):
+                client = await stack.enter_async_context(self._connect_notebook(reader, ("--", path), owner))
+            parts = _limit(client.read_output(limit_s=SILENCE_TIMEOUT_S), MAX_PAGE)
+            return FileStream(parts, stack.pop_all())
 
     @asynccontextmanager
     async def _connect_notebook(

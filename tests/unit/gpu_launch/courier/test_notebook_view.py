@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_launch.courier import notebook_page, notebook_view
-from gpu_launch.courier.protocol import CourierError
+from gpu_launch.courier.protocol import BEGIN, HEADER, CourierError
 
 
 def save(home: Path, path: str, *cells: Any) -> Path:
@@ -128,6 +131,30 @@ def test_costly_notebook_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(CourierError, match="takes too much time or memory to be shown") as caught:
         render(tmp_path, "x.ipynb")
     assert caught.value.code == "too-large"
+
+
+@pytest.mark.process
+def test_rendering_ends_with_its_courier(tmp_path: Path) -> None:
+    """A viewer who has gone leaves no process behind that uses the owner's processor and memory."""
+    large = nbformat.v4.new_output("stream", text="text\n" * 2**19)
+    save(tmp_path, "x.ipynb", nbformat.v4.new_code_cell("1", outputs=[large]))
+    courier = subprocess.Popen(
+        [sys.executable, "-m", "gpu_launch.courier", "notebook", "--", "x.ipynb"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"HOME": str(tmp_path)},
+    )
+    with courier:
+        assert courier.stdin is not None
+        courier.stdin.write(HEADER.pack(BEGIN, 0))
+        courier.stdin.flush()
+        renderers: list[psutil.Process] = []
+        while not renderers:
+            assert courier.poll() is None
+            renderers = [one for one in psutil.Process(courier.pid).children() if one.memory_info().rss > 60 * 2**20]
+            time.sleep(0.02)
+        courier.stdin.close()
+    assert psutil.wait_procs(renderers, timeout=5)[1] == []
 
 
 def _notebook(cell: Any) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import nbformat
+import psutil
 import pytest
 
+from gpu_launch.courier import notebook_page
 from gpuhub.broker.admission import access
 from gpuhub.broker.files import user_files
 from gpuhub.broker.operations.notebook_shares import build_notebook_id
@@ -162,6 +165,33 @@ def test_wrong_viewers_are_refused(running: Running, viewer: str, status: int, t
     answer = share(running, viewer)
     assert (answer.status_code, text in answer.text) == (status, True), answer.text
     assert running.send("GET", "/api/v1/shares").json() == []
+
+
+def find_renderers(running: Running) -> list[int]:
+    """Return the ids of the processes that render a notebook now."""
+    couriers = {one.pid for node in running.setting.nodes.values() for one in node.execs.running}
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if process.ppid() in couriers and notebook_page.__name__ in process.cmdline():
+                found.append(process.pid)
+    return found
+
+
+def test_an_owners_notebooks_are_rendered_one_at_a_time(running: Running) -> None:
+    """However many viewers there are, each gets the page; more than a few are refused."""
+    save(running)
+    viewers = [f"user{number}" for number in range(access.SHARED_PAGES.per_owner + 1)]
+    for viewer in viewers:
+        shown = share(running, viewer).json()["id"]
+    numbers = [0]
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(read, running, shown, viewer) for viewer in viewers]
+        while not all(answer.done() for answer in answers):
+            numbers.append(len(find_renderers(running)))
+    assert sorted(answer.result().status_code for answer in answers) == [200] * (len(viewers) - 1) + [429]
+    assert max(numbers) == 1
+    assert read(running, shown, viewers[0]).status_code == 200
 
 
 def test_numbers_and_sizes_are_limited(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpu_launch.courier.notebook_page import MAX_MEMORY
 from gpuhub.common import names
 from gpuhub.common.errors import SettingsError
 from gpuhub.config.containers.services import ServiceSettings
@@ -304,3 +305,8 @@ def test_fabric_devices_come_with_gpus_and_locked_memory(cluster: ClusterSetting
     for other in (worker(with_fabric), worker(cluster, "GPU-aaa")):
         assert "devices" not in other.host_config
         assert "memlock" not in {limit["Name"] for limit in other.host_config["ulimits"]}
+
+
+def test_a_courier_has_the_memory_to_render_a_notebook(cluster: ClusterSettings) -> None:
+    """And some for the commands beside it, so that these are not ended for a large notebook."""
+    assert courier(cluster).host_config["mem_limit"] - MAX_MEMORY >= 100 * 1024**2
