@@ -71,6 +71,10 @@ class SimulatedHub:
         assert answer.status_code == status, answer.text
         return answer.json() if answer.content else None
 
+    def token(self, owner: str) -> str:
+        """Return the token of a user."""
+        return self._tokens[owner]
+
     def request_notebook(self, owner: str, profile: str, server: str = "") -> Any:
         """Request a lease as the hub's spawner does, and start the notebook where it was granted."""
         body = {"profile": profile, "server": server, "key": f"test-{next(_keys)}", "owner": owner}
