@@ -22,7 +22,7 @@ from gpu_launch import environment
 from gpu_launch.common import service_gateway
 from gpu_launch.common.run_folder import RunFolder, open_run
 from gpu_launch.common.shared_models import start_linking
-from gpu_launch.worker import processes
+from gpu_launch.worker import processes, rank_stacks
 from gpu_launch.worker.forkserver import client
 
 _ENGINE_POLL_S = 0.05  # seconds between polls of the engine
@@ -109,6 +109,7 @@ def supervise(
     finally:
         processes.kill_marked(mark)
         processes.kill_descendants()
+        rank_stacks.remove_left_folders()
 
 
 def _reap_orphans(engine: int) -> None:

@@ -12,6 +12,7 @@ import faulthandler
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -24,7 +25,7 @@ from typing import Any
 
 #: The variable with the path of a rank's dump; each rank fills in `{rank}`.
 VARIABLE = "GPU_LAUNCH_STACKS"
-#: Of the folder with the dumps, in the temporary folder.
+#: Of the folder with the dumps, in the temporary folder; the id of its process follows.
 PREFIX = "gpu_launch-stacks-"
 #: Set by a user to serve torch's control plane in every rank of a launch.
 SERVER_VARIABLE = "GPU_LAUNCH_TORCH_SERVER"
@@ -49,8 +50,21 @@ _kept: list[Any] = []
 
 
 def create_pattern() -> str:
-    """Create a folder that only this user can enter; return the path of a rank's dump in it, with `{rank}`."""
-    return str(Path(tempfile.mkdtemp(prefix=PREFIX)) / "{rank}")
+    """Create a folder that only this user can enter; return the path of a rank's dump in it, with `{rank}`.
+
+    Folders of processes that were killed are removed.
+    """
+    remove_left_folders()
+    return str(Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")) / "{rank}")
+
+
+def remove_left_folders() -> None:
+    """Remove this user's folders of processes that have ended: a node without containers is not emptied after a job."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}[0-9]*-*"):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(folder)
 
 
 def install(environ: dict[str, str] | os._Environ[str]) -> None:

@@ -18,7 +18,8 @@ def run_ranks(module: str, folder: Path, ranks: int) -> None:
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, "--module", module, str(folder)],
+        # Without it, torchrun leaves a folder in /tmp.
+        [*command, f"--log-dir={folder / 'torchrun'}", "--module", module, str(folder)],
         cwd=_ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,

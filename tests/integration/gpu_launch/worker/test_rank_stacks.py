@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socketserver
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -167,3 +172,42 @@ def test_collectives_of_gloo_and_nccl(tmp_path, answers, collectives):
         (found,) = rank_stacks.collect(str(tmp_path / "{rank}"), [0])
         server.shutdown()
     assert stacks.parse_answer(found, "rig1").collectives == collectives
+
+
+@pytest.mark.parametrize("killed", ["engine", "both"])
+def test_folder_of_a_killed_process_is_removed(tmp_path, monkeypatch, killed):
+    """By the process that ends it, or by the next one of the user; those of running processes are kept."""
+    program = """
+import os, sys, time
+from pathlib import Path
+from gpu_launch.worker import main, rank_stacks
+if sys.argv[1:] == ["engine"]:
+    print(rank_stacks.create_pattern(), flush=True)
+    time.sleep(600)
+main.supervise([sys.executable, "-c", os.environ["PROGRAM"], "engine"], mark="none/0", log=Path(os.environ["LOG"]),
+               grace_s=1, should_run=lambda: True)
+"""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = Path(rank_stacks.create_pattern()).parent
+    log = tmp_path / "log"
+    environ = os.environ | {"TMPDIR": str(tmp_path), "PROGRAM": program, "LOG": str(log)}
+    with subprocess.Popen([sys.executable, "-c", program], env=environ) as supervisor:
+        deadline = time.monotonic() + 60
+        while not log.exists() or not log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        left = Path(log.read_text().strip()).parent
+        (left / "0").touch()
+        if killed == "both":
+            supervisor.kill()
+        engine = int(left.name.split("-")[2])
+        os.kill(engine, signal.SIGKILL)
+    while Path(f"/proc/{engine}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if killed == "both":
+        assert left.exists()
+        other = Path(rank_stacks.create_pattern()).parent
+        assert other != kept
+    assert not left.exists()
+    assert kept.exists()
