@@ -24,6 +24,8 @@ PREFIX = "/services/broker"
 API = "/api/v1"
 #: Largest integer of a database column, and of a file's size.
 MAX_INT = 2**63 - 1
+#: Maximum number of fields of an object in a body.
+MAX_FIELDS = 100
 #: Maximum wait of a long poll, seconds.
 MAX_WAIT_S = 30.0
 
@@ -59,6 +61,23 @@ async def refuse_unknown_query(request: Request) -> None:
         raise RequestValidationError([{"loc": ("query", unknown[0][:64]), "msg": text}])
 
 
+async def refuse_large_objects(request: Request) -> None:
+    """Refuse objects of a body with more fields than any has: each unknown one would be an error, all in one step.
+
+    Raises:
+        RequestValidationError: there is such an object.
+    """
+    # As FastAPI has parsed it; a route without a body in JSON has none.
+    pending = [getattr(request, "_json", None)]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if len(value) > MAX_FIELDS:
+                text = f"an object has {len(value)} fields; no known one has more than {MAX_FIELDS}"
+                raise RequestValidationError([{"loc": ("body",), "msg": text}])
+            pending += value.values()
+
+
 async def get_broker(request: Request) -> BrokerOperations:
     """Return the app's operations; async, since FastAPI runs other dependencies in a thread."""
     return cast("BrokerOperations", request.app.state.broker)
@@ -71,7 +90,8 @@ async def get_admin(request: Request) -> AdminOperations:
 
 def create_router(tag: str) -> APIRouter:
     """Return a router for routes of users with a token, which stand below `tag` in the API's documentation."""
-    return APIRouter(prefix=API, dependencies=[Depends(identify), Depends(refuse_unknown_query)], tags=[tag])
+    checks = (identify, refuse_unknown_query, refuse_large_objects)
+    return APIRouter(prefix=API, dependencies=[Depends(check) for check in checks], tags=[tag])
 
 
 Caller = Annotated[Identity, Depends(identify)]

@@ -8,7 +8,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AwareDatetime, Field, StringConstraints
+from pydantic import AwareDatetime, FailFast, Field, StringConstraints
 
 from gpuhub.broker_api.schemas.bench import NodeBenchView
 from gpuhub.broker_api.schemas.leases import GroupName, ModelName, Purpose, Text, UserName, WireModel
@@ -237,11 +237,13 @@ class ReservationRequest(WireModel):
 
     name: Text
     #: Nodes of which all GPUs are reserved.
-    nodes: Annotated[tuple[ModelName, ...], Field(max_length=1024)] = ()
+    nodes: Annotated[tuple[ModelName, ...], Field(max_length=1024), FailFast()] = ()
     #: UUIDs of further GPUs.
-    gpus: Annotated[tuple[Annotated[str, StringConstraints(max_length=80)], ...], Field(max_length=8192)] = ()
-    users: Annotated[tuple[UserName, ...], Field(max_length=1024)] = ()
-    groups: Annotated[tuple[GroupName, ...], Field(max_length=64)] = ()
+    gpus: Annotated[
+        tuple[Annotated[str, StringConstraints(max_length=80)], ...], Field(max_length=8192), FailFast()
+    ] = ()
+    users: Annotated[tuple[UserName, ...], Field(max_length=1024), FailFast()] = ()
+    groups: Annotated[tuple[GroupName, ...], Field(max_length=64), FailFast()] = ()
     #: Begin and end, with a time zone.
     starts_at: AwareDatetime
     ends_at: AwareDatetime

@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import FailFast, Field, StringConstraints
 
 from gpuhub.broker_api.schemas.costs import CostView
 from gpuhub.broker_api.schemas.leases import (
@@ -41,9 +41,9 @@ class JobRequest(WireModel):
     #: Notebook server that sends the request; workers use its image and user network.
     server: ServerName = ""
     #: Nodes that must not be used, such as the notebook's own, where its GPUs take part.
-    exclude_nodes: Annotated[tuple[ModelName, ...], Field(max_length=1024)] = ()
+    exclude_nodes: Annotated[tuple[ModelName, ...], Field(max_length=1024), FailFast()] = ()
     #: Accepted GPU models in order of preference; empty for any.
-    models: Annotated[tuple[ModelName, ...], Field(max_length=16)] = ()
+    models: Annotated[tuple[ModelName, ...], Field(max_length=16), FailFast()] = ()
     #: Minimum memory of each GPU, MiB.
     least_memory_mib: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     #: Minimum version of NVIDIA's driver, such as `570` or `570.86.15`; None for any.
@@ -51,7 +51,7 @@ class JobRequest(WireModel):
     #: Minimum CUDA compute capability, such as `8.9`; None for any.
     least_capability: Annotated[str, StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")] | None = None
     #: Datasets of which each node gets a copy on its own disk before the workers start.
-    stage: Annotated[tuple[DatasetName, ...], Field(max_length=16)] = ()
+    stage: Annotated[tuple[DatasetName, ...], Field(max_length=16), FailFast()] = ()
     #: CPU cores and memory (MiB) of each worker; None for its GPUs' share of the node, or the numbers of cluster.toml.
     #: With the flags at least that: the GPUs' share, if that is more.
     cpus: Annotated[float, Field(ge=0.1, le=4096)] | None = None
@@ -98,7 +98,7 @@ class JobRequest(WireModel):
     #: Port of a server that a detached job runs in worker 0, and that its owner reaches through the hub; None for none.
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     #: Other users who reach the port.
-    port_users: Annotated[tuple[UserName, ...], Field(max_length=32)] = ()
+    port_users: Annotated[tuple[UserName, ...], Field(max_length=32), FailFast()] = ()
 
 
 class ArrayRequest(WireModel):

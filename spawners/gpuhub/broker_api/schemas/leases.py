@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints
 
 from gpuhub.common import names
 
@@ -179,7 +179,7 @@ class LeaseRequest(WireModel):
     #: Owner of the lease, if not the caller; only with the scope `custom:gpuhub:any-owner`.
     owner: UserName | None = None
     #: The owner's groups in the hub; only with the same scope.
-    groups: Annotated[tuple[GroupName, ...], Field(max_length=64)] = ()
+    groups: Annotated[tuple[GroupName, ...], Field(max_length=64), FailFast()] = ()
     #: Time limit, seconds, shorter than the profile's; None for the profile's.
     time_limit_s: TimeLimit | None = None
     #: Ask again for its GPUs if the notebook's container is lost, such as by a reboot of its node.

@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import FailFast, Field, StringConstraints
 
 from gpuhub.broker_api.schemas.leases import WireModel
 
@@ -42,7 +42,7 @@ UserNotificationKind = Literal[
 #: An Apprise URL. No whitespace and nothing outside ASCII: such characters are percent-encoded.
 DestinationUrl = Annotated[str, StringConstraints(min_length=8, max_length=1000, pattern=r"^[\x21-\x7e]+$")]
 DestinationName = Annotated[str, StringConstraints(max_length=60, pattern=r"^[^\x00-\x1f\x7f]*$")]
-_Kinds = Annotated[tuple[UserNotificationKind, ...], Field(max_length=7)]
+_Kinds = Annotated[tuple[UserNotificationKind, ...], Field(max_length=7), FailFast()]
 
 
 class DestinationRequest(WireModel):

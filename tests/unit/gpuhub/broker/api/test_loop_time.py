@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -84,6 +85,47 @@ async def test_no_get_request_holds_up_the_loop(setting: Setting, monkeypatch: p
         slow = {
             key: took for key, took in found.items() if took.longest_step_s > MAX_STEP_S or took.total_s > MAX_REQUEST_S
         }
+        assert not slow
+
+
+def list_bodies(schemas: Mapping[str, Any], schema: Mapping[str, Any], size: int) -> Iterator[Any]:
+    """Yield bodies in which each value is wrong, of about this size: unknown fields, and lists, also in objects within."""
+    if "$ref" in schema:
+        schema = schemas[schema["$ref"].rpartition("/")[2]]
+    yield {f"{number:06d}": 0 for number in range(size // 12)}
+    for name, field in schema.get("properties", {}).items():
+        if field.get("type") == "array":
+            yield {name: [0] * (size // 3)}
+        elif "$ref" in field and "properties" in schemas[field["$ref"].rpartition("/")[2]]:
+            yield from ({name: inner} for inner in list_bodies(schemas, field, size - 100))
+
+
+async def test_wrong_bodies_do_not_hold_up_the_loop(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of thousands of mistakes in one body are not all reported."""
+    async with asgi_broker(setting) as running, running.client("root") as root:
+        document = running.app.openapi()
+        asked = []
+        for path, methods in document["paths"].items():
+            for method, route in methods.items():
+                schema = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+                url = (
+                    path.removeprefix(PREFIX).format(
+                        lease_id="l", job_id="j", name="rig1", destination_id="d", viewer="ben", owner="ben"
+                    )
+                    if schema
+                    else ""
+                )
+                for body in list_bodies(document["components"]["schemas"], schema, 1_000_000) if schema else ():
+                    asked.append((method, url, json.dumps(body, separators=(",", ":")).encode()))
+        assert len(asked) > 20
+        slow = []
+        with kept_memory():
+            for method, url, content in asked:
+                request = root.request(method, url, content=content, headers={"Content-Type": "application/json"})
+                answer, took = await measure(monkeypatch, request)
+                assert (answer.status_code, len(answer.text) < 1000) == (422, True), answer.text
+                if took.longest_step_s > MAX_STEP_S:
+                    slow.append((method, url, content[:40], took.longest_step_s))
         assert not slow
 
 
