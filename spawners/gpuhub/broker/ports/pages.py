@@ -12,9 +12,10 @@ from gpuhub.broker.ports.headers import Headers
 
 #: Bytes at the beginning of a page in which its head begins; further on, nothing is searched.
 _MAX_SEARCHED = 16 * 1024
-_HEAD = re.compile(rb"<head(\s[^>]*)?>", re.IGNORECASE)
+#: Not with `<` in an attribute: a page of `<head <head <head …` would be searched from each of them to its end.
+_HEAD = re.compile(rb"<head(\s[^<>]*)?>", re.IGNORECASE)
 #: Where the head of a page begins that does not name it.
-_BEGINNING = re.compile(rb"<html(\s[^>]*)?>|\A\s*<!doctype\s[^>]*>", re.IGNORECASE)
+_BEGINNING = re.compile(rb"<html(\s[^<>]*)?>|\A\s*<!doctype\s[^<>]*>", re.IGNORECASE)
 #: A file and no part of the page, because a server's own policy may forbid scripts within pages.
 STORAGE_SCRIPT = b"""\
 for (const name of ["localStorage", "sessionStorage"]) {
@@ -65,7 +66,7 @@ async def add_storage(parts: AsyncIterator[bytes], script: str) -> AsyncIterator
 
 
 def _insert(tag: bytes, beginning: bytes, head: re.Match[bytes] | None) -> bytes:
-    places = [head] if head is not None else list(_BEGINNING.finditer(beginning))
+    places = [head] if head is not None else list(_BEGINNING.finditer(beginning, 0, _MAX_SEARCHED))
     if not places:
         return beginning
     end = places[-1].end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -31,6 +32,16 @@ async def cut(text: str, size: int) -> AsyncIterator[bytes]:
 async def test_script_is_added_where_the_head_begins(page: str, changed: str, size: int) -> None:
     """However the page arrives; parts of pages stay as they are."""
     assert b"".join([part async for part in add_storage(cut(page, size), "/s.js")]).decode() == changed
+
+
+@pytest.mark.parametrize("size", [64, 65536])
+@pytest.mark.parametrize("text", ["<head ", "<html ", "<!doctype ", " ", "<head\n"])
+async def test_search_takes_little_time_whatever_the_page_has(text: str, size: int) -> None:
+    """A job's server may send any page, in any parts, to the broker that serves everybody."""
+    page = cut(text * (128 * 1024 // len(text)), size)
+    began = time.thread_time()
+    assert len([part async for part in add_storage(page, "/s.js")]) > 0
+    assert time.thread_time() - began < 0.5
 
 
 def test_only_readable_pages_are_changed() -> None:
