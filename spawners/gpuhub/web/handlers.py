@@ -26,6 +26,20 @@ T = TypeVar("T")
 CACHE_S = 1.5
 #: Time limit for the broker's answer, seconds. A page that refreshes itself should rather report that there is none.
 BROKER_TIMEOUT_S = 2.5
+#: Largest body of an action of a page, bytes. Each mistake in a body is an error, and the event loop serves everybody.
+MAX_ACTION_BYTES = 16 * 1024
+
+
+def check_action_size(body: bytes) -> None:
+    """Refuse the body of a request of a page that is larger than any action.
+
+    Raises:
+        InvalidRequest: It is.
+    """
+    if len(body) > MAX_ACTION_BYTES:
+        raise InvalidRequest(
+            f"this is not a valid request of the page: it has {len(body)} bytes, of at most {MAX_ACTION_BYTES}"
+        )
 
 
 class ClusterCache:

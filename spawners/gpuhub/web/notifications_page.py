@@ -10,7 +10,7 @@ from tornado import web
 
 from gpuhub.broker_api.schemas import DestinationChange, DestinationRequest, DestinationView, UserNotificationKind
 from gpuhub.common.errors import GpuhubError, InvalidRequest
-from gpuhub.web.handlers import BrokerUserHandler
+from gpuhub.web.handlers import BrokerUserHandler, check_action_size
 from gpuhub.web.static_files import find_static_url
 from gpuhub.web.template_loader import load_macros
 
@@ -74,6 +74,7 @@ def parse_action(body: bytes) -> NotificationAction:
     Raises:
         InvalidRequest: It is not a valid action; the text does not quote it.
     """
+    check_action_size(body)
     try:
         return _ADAPTER.validate_json(body)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from gpuhub.broker_api.schemas.limits import UserLimitsRequest
 from gpuhub.broker_api.schemas.output_shares import MAX_SHARE_S
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
-from gpuhub.web.handlers import BrokerUserHandler
+from gpuhub.web.handlers import BrokerUserHandler, check_action_size
 
 T = TypeVar("T")
 _HOUR_S = 3600
@@ -181,6 +181,7 @@ def parse_leave_request(body: bytes) -> LeaveQueueRequest:
 
 
 def _parse(kind: TypeAdapter[T], body: bytes) -> T:
+    check_action_size(body)
     try:
         return kind.validate_json(body)
     except ValidationError as error:
