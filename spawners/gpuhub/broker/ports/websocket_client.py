@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+import httpcore
 from websockets.client import ClientProtocol
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
+from websockets.protocol import Event
 from websockets.typing import Origin, Subprotocol
 from websockets.uri import parse_uri
 
@@ -51,6 +54,7 @@ class PortWebSocket:
 
         Raises:
             Unavailable: the server refuses.
+            httpcore.ReadTimeout: it does not answer in time.
         """
         protocol = ClientProtocol(
             parse_uri(f"ws://{host}/"),
@@ -66,12 +70,12 @@ class PortWebSocket:
         protocol.send_request(request)
         socket = cls(stream, protocol, take_turn)
         await socket._flush()
-        while not (events := protocol.events_received()):
-            data = await stream.read(_BLOCK, _HANDSHAKE_TIMEOUT_S)
-            if not data:
-                protocol.receive_eof()
-                break
-            protocol.receive_data(data)
+        try:
+            # In all: a server may send its answer byte by byte.
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
+                events = await socket._receive_handshake()
+        except TimeoutError:
+            raise httpcore.ReadTimeout from None
         failure = protocol.handshake_exc
         if failure is not None or not events:
             answer = next((event for event in events if isinstance(event, Response)), None)
@@ -135,6 +139,15 @@ class PortWebSocket:
             frames = [event for event in self._protocol.events_received() if isinstance(event, Frame)]
             # A server that has ended or broken the WebSocket may go on sending.
             is_ended = not data or self._protocol.close_expected()
+
+    async def _receive_handshake(self) -> list[Event]:
+        while not (events := self._protocol.events_received()):
+            data = await self._stream.read(_BLOCK)
+            if not data:
+                self._protocol.receive_eof()
+                break
+            self._protocol.receive_data(data)
+        return events
 
     async def _flush(self) -> None:
         for data in self._protocol.data_to_send():
