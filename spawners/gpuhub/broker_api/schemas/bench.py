@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import FailFast, Field, StringConstraints, model_validator
 
 from gpuhub.broker_api.schemas.leases import WireModel
 
@@ -61,8 +61,8 @@ class BenchView(WireModel):
     measured_at: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d$")]
     backend: Literal["nccl", "gloo"]
     #: By rank.
-    cards: Annotated[tuple[BenchCard, ...], Field(min_length=1, max_length=MAX_CARDS)]
-    links: Annotated[tuple[BenchLink, ...], Field(max_length=MAX_CARDS)]
+    cards: Annotated[tuple[BenchCard, ...], Field(min_length=1, max_length=MAX_CARDS), FailFast()]
+    links: Annotated[tuple[BenchLink, ...], Field(max_length=MAX_CARDS), FailFast()]
     #: All ranks together; None for one rank.
     gang: BenchNetwork | None = None
 
