@@ -39,6 +39,7 @@ PRIVILEGED = frozenset(
         "POST /nodes/{name}/power",
         "POST /nodes/{name}/undrain",
         "POST /reservations",
+        "PUT /bench",
         "GET /limits",
         "PUT /limits/{owner}",
         "DELETE /limits/{owner}",
