@@ -22,7 +22,7 @@ from tests.support.product import ROOT, wait_for
 
 #: Preemption, draining and parts of GPUs belong to the builtin scheduler. With Slurm, gpuhub refuses each and names Slurm's
 #: means: tests/unit/gpuhub/backends/slurm/test_operations_slurm.py.
-builtin = pytest.mark.backend("builtin")
+pytestmark = pytest.mark.backend("builtin")
 EXAMPLE = ROOT / "notebooks" / "02-checkpoints.ipynb"
 
 
@@ -68,7 +68,6 @@ def test_the_checkpoint_example_runs_to_its_end(ada: Notebook):
     assert "step 400 is reached, over two launches" in output, output
 
 
-@builtin
 def test_scavenging_launch_is_preempted_and_continues(ada: Notebook, ben: User, launch: ProcessOutput):
     """A scavenging launch writes a checkpoint, releases the RTX 5060 to ben, and continues elsewhere."""
     assert ada.user.holders() == {"RTX 5070": "ada", "RTX 5060": "ada"}
@@ -86,7 +85,6 @@ def test_scavenging_launch_is_preempted_and_continues(ada: Notebook, ben: User, 
     )
 
 
-@builtin
 def test_page_names_the_owner_of_each_lease(launch: ProcessOutput, ben: User):
     """The page of GPUs names the owner of each GPU's lease and is in the navigation."""
     page = ben.page.context.new_page()
@@ -104,7 +102,6 @@ def test_page_names_the_owner_of_each_lease(launch: ProcessOutput, ben: User):
     assert "RTX 5060" in gpuhub("node", "list")
 
 
-@builtin
 def test_gpu_used_by_another_program_is_not_granted(product: Product, ada: Notebook, ben: User, launch: ProcessOutput):
     """A process that gpuhub did not start is shown with NVML's data, and its GPU is not granted."""
     launch.process.send_signal(signal.SIGKILL)
@@ -132,7 +129,6 @@ def test_gpu_used_by_another_program_is_not_granted(product: Product, ada: Noteb
     wait_for(lambda: state() == "free", "the RTX 5090 is free again")
 
 
-@builtin
 def test_gpu_with_an_xid_error_is_blocked_until_it_is_accepted(product: Product, ada: Notebook):
     """A launch that fails on it says so, the holder sees it on the page, and an administrator ends the block."""
     load = practice_closet.read_load(product.paths, "rig2", 0)
@@ -152,7 +148,6 @@ def test_gpu_with_an_xid_error_is_blocked_until_it_is_accepted(product: Product,
     assert why not in gpuhub("node", "list")
 
 
-@builtin
 def test_drained_node_is_emptied_and_undrained(ben: User):
     """Draining shows what runs on the node, ends it, and starts nothing new until the node is undrained."""
     shown = gpuhub("node", "drain", "rig3", "--reason", "new fan", "--grace", "0s", "--yes")
@@ -169,7 +164,6 @@ def test_drained_node_is_emptied_and_undrained(ben: User):
     wait_for(lambda: node()["state"] == "up", "the node takes work again")
 
 
-@builtin
 def test_gpu_is_shared_by_two_notebooks(product: Product, ada: Notebook, ben: User):
     """Two notebooks have a quarter of one GPU each, with a memory cap, and the whole GPU is not available."""
     ben.open_form()
