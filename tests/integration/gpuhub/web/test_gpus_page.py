@@ -9,6 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from tests.support.broker.bench import build_bench
 from tests.support.docker.simulated_nodes import wait_until
 from tests.support.hub.pages import check_accessibility, start_job, take_picture
 from tests.support.hub.simulated_hub import SimulatedHub, simulated_hub
@@ -293,3 +294,15 @@ def test_error_of_the_api_leads_to_its_explanation(hub: SimulatedHub, browser: B
     check_accessibility(page)
     take_picture(page, "troubleshooting")
     page.close()
+
+
+def test_figures_of_the_bench_appear_with_their_nodes(admin: Page, hub: SimulatedHub) -> None:
+    """Without loading the page again, and for the nodes that were measured."""
+    node = admin.get_by_role("article", name="Node rig1")
+    expect(node).not_to_contain_text("measured")
+    hub.send("PUT", "/bench", "root1", json=build_bench())
+    expect(node).to_contain_text("measured 61.2 TFLOP/s, 2.4 Gbit/s with another node")
+    expect(admin.get_by_role("article", name="Node rig3")).not_to_contain_text("measured")
+    take_picture(admin, "gpus-bench")
+    admin.set_viewport_size({"width": 390, "height": 844})
+    take_picture(admin, "gpus-bench-phone")
