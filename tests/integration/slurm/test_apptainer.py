@@ -158,9 +158,9 @@ def folders() -> list[Path]:
 
 
 def wait_gone(image: Path) -> None:
-    """Wait until no process is left, and check that no folder is."""
+    """Wait until no process is left, and no folder, which the job's script removes after its processes."""
     wait_for(lambda: not processes(image), lambda: f"no process is left: {processes(image)}", 30)
-    assert folders() == []
+    wait_for(lambda: not folders(), lambda: f"no folder is left: {folders()}", 30)
 
 
 def read_log(cluster: Cluster) -> str:

@@ -13,6 +13,7 @@ from tests.unit.gpuhub.broker.db import test_cost_store, test_outbox, test_reten
 #: Tests of SQLite's own behaviour, and of its files.
 _OF_FILES = frozenset(
     {
+        "test_changes_that_wait_for_the_disk_are_reported_as_unavailable",
         "test_error_for_an_unreadable_store_names_the_file",
         "test_every_commit_is_synced_before_it_counts",
         "test_locked_store_is_reported_as_unavailable",
