@@ -8,6 +8,7 @@ for the next request.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -36,8 +37,47 @@ IDLE_S = 60.0
 _SWEEP_S = 10.0
 #: Bytes that are read at once: they are parsed without a turn for others.
 _MAX_READ = 16 * 1024
+#: The beginning of an informational response, and of the one after them: also 101, which begins another protocol.
+_INFORMATIONAL, _FINAL = re.compile(rb"HTTP/1\.[01] 1(?!01)"), re.compile(rb"\nHTTP/1\.[01] (?:101|[2-9])")
+#: Most bytes of informational responses, and bytes that tell which of them begins.
+_MAX_INFORMATIONAL, _STATUS_BYTES = 64 * 1024, 12
 #: Received bytes that wait to be read.
 _MAX_BUFFER = 1024 * 1024
+
+
+class _InformationalLimit:
+    """Limits what a server sends in front of its answer, which httpcore reads for as long as it comes."""
+
+    def __init__(self) -> None:
+        self._is_awaited = True
+        #: The end of what was received, in which the response may have begun.
+        self._end = b""
+        #: Bytes of informational responses.
+        self._size = 0
+
+    def begin(self) -> None:
+        """Note that the next part may begin an answer, because something was sent."""
+        self._is_awaited, self._end, self._size = True, b"", 0
+
+    def check(self, part: bytes) -> None:
+        """Count a part of the answer.
+
+        Raises:
+            httpcore.RemoteProtocolError: There are too many informational responses.
+        """
+        if not self._is_awaited:
+            return
+        text = self._end + part
+        if not self._size and len(text) < _STATUS_BYTES:
+            self._end = text
+            return
+        if (not self._size and not _INFORMATIONAL.match(text)) or _FINAL.search(text):
+            self._is_awaited = False
+            return
+        self._size += len(part)
+        if self._size > _MAX_INFORMATIONAL:
+            raise httpcore.RemoteProtocolError("the server sends informational responses (1xx) without end")
+        self._end = text[-_STATUS_BYTES:]
 
 
 class PortStream(httpcore.AsyncNetworkStream):
@@ -52,6 +92,7 @@ class PortStream(httpcore.AsyncNetworkStream):
         self._received = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_room.set()
+        self._limit = _InformationalLimit()
         self._receiving = asyncio.ensure_future(self._receive())
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109 - httpcore's interface
@@ -74,9 +115,11 @@ class PortStream(httpcore.AsyncNetworkStream):
             self._has_room.set()
         if not self._parts and not self._is_ended:
             self._received.clear()
+        self._limit.check(part)
         return part
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109 - httpcore's interface
+        self._limit.begin()
         try:
             async with asyncio.timeout(timeout):
                 await self._client.send(buffer)
