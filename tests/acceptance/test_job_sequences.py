@@ -155,19 +155,6 @@ def test_array_runs_two_tasks_at_a_time_and_another_job_follows(laptop: Laptop, 
     assert "task3 ran 1 times" in laptop.run("logs", f"{array}-3")
 
 
-def test_failed_array_ends_the_job_after_it(laptop: Laptop, records: Records):
-    """The other tasks run; the job after it never does, and says why."""
-    array = json.loads(laptop.run("run", "--json", "--array", "0,5%1", "step.py", "bad", "1"))["array"]
-    report = json.loads(laptop.run("run", "-d", "--json", "--after", array, "step.py", "never"))["run_id"]
-    [ended] = wait_for_end(laptop, report)
-    assert (ended["state"], ended["exit_code"]) == ("ended", None)
-    assert f"{array}-0" in ended["reason"]
-    assert not records.has_run("never")
-    wait_for_end(laptop, f"{array}-0", f"{array}-1")
-    assert laptop.run("ps", array).splitlines()[-1] == f"2 tasks of {array}: 2 failed; 1 at the same time"
-    assert records.read("bad5")
-
-
 def test_failed_job_is_tried_again(laptop: Laptop, records: Records):
     """A job after it waits for the last try."""
     again = json.loads(laptop.run("run", "-d", "--json", "--retry", "1", "step.py", "again", "1"))["run_id"]
@@ -186,13 +173,6 @@ def test_tasks_of_a_file_run_one_after_another(laptop: Laptop, records: Records)
     times = [records.read(f"good-{step}") for step in STEPS]
     assert [len(runs) for runs in times] == [1, 1, 1]
     assert all(before[0][1] < after[0][0] for before, after in itertools.pairwise(times))
-
-
-def test_failing_task_of_a_file_is_the_last_one(laptop: Laptop, records: Records):
-    """Those after it never start, and the command that waits ends with its status."""
-    laptop.write("pipeline.yaml", PIPELINE.format("bad", 9))
-    laptop.run("run", "pipeline.yaml", code=7)
-    assert [records.has_run(f"bad-{step}") for step in STEPS] == [True, True, False]
 
 
 def test_tasks_of_a_job_group_run_at_the_same_time(laptop: Laptop):
