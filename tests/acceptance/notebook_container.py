@@ -107,6 +107,8 @@ class Notebook:
     def stop(self, *, still_holds: int = 0) -> None:
         """Stop the notebook through the hub; the user's jobs may keep `still_holds` GPUs."""
         self.user.click_stop()
+        # One without a GPU holds none already; while the hub stops it, there is no form for the next.
+        wait_for(lambda: not self.user.fetch(f"/hub/api/users/{self.user.name}")["servers"], "the hub has stopped it")
         wait_for(
             lambda: list(self.user.holders().values()).count(self.user.name) == still_holds,
             "the notebook's GPU is free",
