@@ -97,7 +97,7 @@ class BrokerClient:
         return list(self._request("GET", "/usage"))
 
     def get_bench(self) -> dict[str, Any] | None:
-        """Return what the cluster's administrator measured with `gpuhub bench`; None if nobody did."""
+        """Return what the cluster's administrator measured with `gpuhub bench`; None without a measurement."""
         try:
             return dict(self._request("GET", "/bench"))
         except BrokerError as error:

@@ -55,7 +55,7 @@ class Store:
         self._lock = lock
         self._advisory_lock = advisory_lock
         self._is_closed = False
-        # SQLite gives its lock to whoever looks at the right moment, so that other threads could wait in vain for long.
+        # SQLite has no order in which waiting threads get its lock: under load some wait until their time is over.
         self._write_lock = threading.Lock() if engine.dialect.name == "sqlite" else None
         self.outbox = Outbox(self._transaction)
         self.costs = CostStore(self._transaction)

@@ -18,13 +18,12 @@ from gpuhub.ops.console import StepReport
 from gpuhub.ops.validation.jobs import RESULT, JobRunner, ValidationJob
 from gpuhub.ops.validation.plan import JOB_LIMIT_S
 from gpuhub.ops.validation.user_token import issue_token
-from gpuhub.ops.validation.validation import end_jobs
+from gpuhub.ops.validation.validation import TOKEN_S, end_jobs
 
 #: The module of gpu-launch that measures; its argument is the file of the result.
 _MODULE = "gpu_launch.prediction.bench_main"
 #: Time for each pair of nodes, seconds.
 _PAIR_S = 10.0
-_TOKEN_S = 6 * 3600
 
 
 async def measure_cluster(
@@ -46,10 +45,11 @@ async def measure_cluster(
     Raises:
         GpuhubError: It cannot be measured; nothing runs any more then.
     """
+    # A user without an account is refused before anything starts.
     await asyncio.to_thread(find_identity, cluster.users, paths.state, user)
     view = await administrator.cluster()
     nodes = choose_nodes(view, names)
-    with issue_token(paths, user, _TOKEN_S, cluster.database) as token:
+    with issue_token(paths, user, TOKEN_S, cluster.database) as token:
         client = connect(token)
         try:
             async with end_jobs(JobRunner(client, administrator)) as runner:

@@ -36,7 +36,7 @@ from gpuhub.ops.validation.report import Check, Figure, Part, Report, ReportedGp
 from gpuhub.ops.validation.user_token import issue_token
 
 #: The token is also removed at the end; hours for the largest clusters. Seconds.
-_TOKEN_S = 6 * 3600
+TOKEN_S = 6 * 3600
 _POLL_S = 0.5
 
 #: Returns the containers of leases on all nodes, as `node: name`.
@@ -73,7 +73,7 @@ async def validate_cluster(
         GpuhubError: It cannot be validated; nothing has run then.
     """
     identity = await asyncio.to_thread(find_identity, cluster.users, paths.state, user)
-    with issue_token(paths, user, _TOKEN_S, cluster.database) as token:
+    with issue_token(paths, user, TOKEN_S, cluster.database) as token:
         client = connect(token)
         daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
         try:
