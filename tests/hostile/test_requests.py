@@ -8,6 +8,7 @@ import pytest
 
 from gpuhub.broker.operations.notebook_shares import build_notebook_id
 from tests.hostile.scene import SERVER, Scene
+from tests.support.broker.bench import build_bench
 from tests.support.broker.rights import MATRIX
 
 
@@ -25,6 +26,7 @@ def test_broker_hides_other_users_objects(scene: Scene) -> None:
     }
     # A body that cannot be read would be refused before anybody's rights are looked at.
     bodies = {
+        "/bench": build_bench(),
         "/destinations/{destination}": {"kinds": []},
         "/limits/ada": {"max_gpus": 4},
         "/notebooks/shares/eve": {"path": "train.ipynb"},

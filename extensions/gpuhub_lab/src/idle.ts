@@ -35,7 +35,9 @@ class IdleWarning {
 
   start(): void {
     setInterval(() => void this.refresh(), PERIOD);
-    setInterval(() => this.idle && this.show(), 1000);
+    // The only place that shows, changes and ends the warning: JupyterLab changes a notification some milliseconds
+    // after it is asked to, and one that was ended in between would stay on the screen.
+    setInterval(() => this.show(), 1000);
     void this.refresh();
   }
 
@@ -43,7 +45,6 @@ class IdleWarning {
     try {
       const { idle, gpu_problems, suspension } = await this.api.getIdle();
       this.idle = idle?.is_warned ? idle : undefined;
-      this.show();
       this.showProblems(gpu_problems ?? []);
       this.showSuspension(suspension ?? undefined);
     } catch {
@@ -97,7 +98,7 @@ class IdleWarning {
   }
 
   private async keep(): Promise<void> {
-    this.notification = undefined;
+    this.idle = undefined;
     try {
       const kept = await this.api.keep();
       this.idle = kept?.is_warned ? kept : undefined;
