@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 from urllib.parse import quote, urlencode
 
-from gpu_launch.broker.client import BrokerClient, build_error
+from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.problems import build_error
 from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.common import job_manifest
 from gpu_launch.common.client_tls import load_client_tls

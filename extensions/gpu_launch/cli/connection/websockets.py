@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_launch.broker.client import build_error
+from gpu_launch.broker.problems import build_error
 from gpu_launch.cli.connection.credentials import Hub
 from gpu_launch.cli.connection.http import build_tls_context, describe_error
 from gpu_launch.errors import BrokerError

@@ -14,7 +14,8 @@ import pytest
 
 from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.client import BrokerClient, parse_problem
+from gpu_launch.broker.client import BrokerClient
+from gpu_launch.broker.problems import parse_problem
 from gpu_launch.common import network, run_folder
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo
 from gpu_launch.common.network import Interface
