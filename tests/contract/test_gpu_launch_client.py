@@ -18,6 +18,8 @@ from gpu_launch.broker.client import BrokerClient
 from gpu_launch.broker.gpu_request import Amount, GpuRequest
 from gpu_launch.broker.holdings import CLUSTER, LAUNCH, RANKS, format_holdings
 from gpu_launch.broker.own_jobs import cancel_jobs
+from gpu_launch.broker.problems import OPTIONS
+from gpu_launch.cli.submission.run import run
 from gpu_launch.common import run_folder
 from gpu_launch.errors import BrokerError
 from gpu_launch.launch.plan import make_plan
@@ -149,6 +151,15 @@ def test_workers_end_is_reported(running: Running, client: BrokerClient) -> None
         ("ada", {"demand": GpuRequest(same_model=True)}, 422, "1 × any GPU on each of 2 nodes"),
         ("ada", {"demand": GpuRequest(priority=5)}, 403, "priority 5: only an admin"),
         ("ada", {"run_id": "../x"}, 422, "run_id: String should match pattern"),
+        ("ada", {"max_retries": 1}, 422, "--after, --retry: they are for detached jobs"),
+        ("ada", {"detached": True, "max_retries": 101}, 422, "--retry: Input should be less than or equal to 100"),
+        ("ada", {"demand": GpuRequest(stage=("datasets/",))}, 422, "--stage: String should match pattern"),
+        (
+            "ada",
+            {"demand": GpuRequest(ram_mib=Amount(1024), shm_mib=2048)},
+            422,
+            "--shm: /dev/shm counts in the memory of its container, and 2048 MiB are more than --ram, 1024: ask",
+        ),
         ("unknown", {}, 401, "the hub does not know this token"),
         ("narrow", {}, 403, "this token may not use the GPU broker"),
     ],
@@ -162,6 +173,16 @@ def test_refusals_have_readable_messages(
         _create(BrokerClient(running.url, token, patience_s=30.0), **parts)
     assert (caught.value.status, str(caught.value)[: len(text)]) == (status, text)
     assert time.monotonic() - began < 10
+
+
+def test_refusals_name_options_that_users_can_type() -> None:
+    """Each is one of `gpu-launch run`; only fields that no user sets have none."""
+    typed = {option for parameter in run.params for option in parameter.opts}
+    assert set(OPTIONS.values()) <= typed
+    assert JobRequest.model_fields.keys() - OPTIONS.keys() == {
+        "run_id", "server", "exclude_nodes", "least_driver", "least_capability", "batch", "detached", "joins",
+        "first_worker",
+    }  # fmt: skip
 
 
 def test_error_leads_to_the_hubs_page_about_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from gpu_launch.broker import models
 from gpu_launch.broker.gpu_request import GpuRequest
-from gpu_launch.broker.problems import build_error
+from gpu_launch.broker.problems import build_error, name_options
 from gpu_launch.common.client_tls import load_own_tls
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError, UsageError
@@ -166,7 +166,7 @@ class BrokerClient:
             port=port,
             port_users=list(port_users),
         )
-        return models.parse_job(self._request("POST", "/jobs", body=body, given_up=cancelled))
+        return models.parse_job(self._request_jobs("/jobs", body, cancelled))
 
     def create_array(
         self, *, count: int, demand: GpuRequest, max_running: int | None = None, **job: Any
@@ -179,7 +179,7 @@ class BrokerClient:
         body = {"job": _build_job_request(demand, **job), "count": count}
         if max_running is not None:
             body["max_running"] = max_running
-        return [models.parse_job(task) for task in self._request("POST", "/jobs/arrays", body=body)]
+        return [models.parse_job(task) for task in self._request_jobs("/jobs/arrays", body)]
 
     def check_job(self, *, count: int | None, demand: GpuRequest, **job: Any) -> None:
         """Refuse what `create_job`, or `create_array` of `count` tasks, would be refused for; create nothing.
@@ -187,7 +187,7 @@ class BrokerClient:
         `job` has the other arguments of `create_job`. A broker of an earlier version checks nothing.
         """
         try:
-            self._request("POST", "/jobs/check", body={"job": _build_job_request(demand, **job), "count": count})
+            self._request_jobs("/jobs/check", {"job": _build_job_request(demand, **job), "count": count})
         except BrokerError as error:
             if error.status != HTTPStatus.METHOD_NOT_ALLOWED:
                 raise
@@ -283,6 +283,13 @@ class BrokerClient:
     def list_shares(self) -> list[dict[str, Any]]:
         """Return the outputs that the user shares, and those shared with the user, in the broker's format."""
         return [dict(share) for share in self._request("GET", "/shares")]
+
+    def _request_jobs(self, path: str, body: dict[str, Any], cancelled: threading.Event | None = None) -> Any:
+        try:
+            return self._request("POST", path, body=body, given_up=cancelled)
+        except BrokerError as error:
+            error.args = (name_options(str(error)),)
+            raise
 
     def _request(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.parse
 
 from gpu_launch.errors import BrokerError
@@ -23,6 +24,40 @@ _PLAIN_CODES = frozenset(
         "too-slow",
     }
 )
+#: The options of `gpu-launch run` and the magics for the fields of job requests.
+OPTIONS = {
+    "after": "--after",
+    "cpus": "--cpus",
+    "cpus_or_more": "--cpus",
+    "exclusive": "--exclusive",
+    "gpus": "--gpus",
+    "guests": "--guests",
+    "image": "--image",
+    "least_memory_mib": "--memory",
+    "max_retries": "--retry",
+    "max_running": "--array",
+    "min_nnodes": "--nnodes",
+    "models": "--model",
+    "name": "--name",
+    "nnodes": "--nnodes",
+    "nproc_per_node": "--nproc-per-node",
+    "port": "--port",
+    "port_users": "--allow-user",
+    "priority": "--priority",
+    "profile": "--profile",
+    "ram_mib": "--ram",
+    "ram_mib_or_more": "--ram",
+    "same_model": "--same-model",
+    "scavenge": "--scavenge",
+    "shm_mib": "--shm",
+    "sleeps": "--sleep",
+    "stage": "--stage",
+    "time_limit_s": "--time-limit",
+}
+#: The fields at the start of a message, such as `after, max_retries: ` or `job.models.0: `.
+_SUBJECT = re.compile(r"(?:job\.)?[a-z_]+(?:\.\d+)?(?:, [a-z_]+)*: ")
+#: A field within a message: a word that is no English one.
+_FIELD = re.compile(r"\b(?:nnodes|[a-z]+(?:_[a-z]+)+)\b")
 
 
 def build_error(status: int, body: bytes, hub_url: str, retry_after: str | None = None) -> BrokerError:
@@ -57,6 +92,20 @@ def parse_problem(status: int, body: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         return f"The broker answered with HTTP status {status}."
     return str(detail)
+
+
+def name_options(text: str) -> str:
+    """Return why a job was refused, with the options that users type instead of the request's fields."""
+    return "; ".join(_name_options(part) for part in text.split("; "))
+
+
+def _name_options(message: str) -> str:
+    subject = _SUBJECT.match(message)
+    if subject is not None:
+        fields = re.findall(r"[a-z_]+", subject[0].removeprefix("job."))
+        named = dict.fromkeys(OPTIONS.get(field, field) for field in fields)
+        message = f"{', '.join(named)}: {message[subject.end() :]}"
+    return _FIELD.sub(lambda field: OPTIONS.get(field[0], field[0]), message)
 
 
 def _parse_retry_after(body: bytes, header: str | None) -> float | None:

@@ -63,13 +63,13 @@ def check_length(cluster: ClusterSettings, rights: Quota, lease: LeaseRow, secon
         profile = cluster.profile(lease.profile or "")
         usual_limit = None if profile is None else profile.time_limit
     if usual_limit is not None and seconds > usual_limit:
-        raise InvalidRequest(f"time_limit_s: at most {format_span(usual_limit)} from now")
+        raise InvalidRequest(f"at most {format_span(usual_limit)} from now are allowed")
     longest = owner_limits.find_max_lease_s(rights)
     granted_at = lease.granted_at if lease.granted_at is not None else now
     if longest is not None and now + seconds - granted_at > longest:
         left = max(0.0, granted_at + longest - now)
         raise InvalidRequest(
-            f"time_limit_s: one lease may last {format_span(longest)} in all; {format_span(left)} from now on are left"
+            f"one lease may last {format_span(longest)} in all; {format_span(left)} from now on are left"
         )
 
 

@@ -76,8 +76,7 @@ async function send() {
     await post("act", confirm());
     dialog.close();
   } catch (error) {
-    // The broker's message begins with the name of the field.
-    refuse(error.message.replace(/^time_limit_s: /, ""));
+    refuse(error.message);
   }
   doButton.disabled = false;
 }
