@@ -23,6 +23,7 @@ from pathlib import Path
 
 from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NotAllowed
+from gpuhub.common.files import replace_file
 
 #: Longest text of others that is shown and logged, characters.
 _MAX_SHOWN = 40
@@ -95,12 +96,7 @@ class AccountBindings:
         return content
 
     def _write(self, providers: dict[str, dict[str, str]]) -> None:
-        temporary = self._file.with_suffix(".new")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
-            json.dump(providers, out, indent=1, sort_keys=True)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(self._file)
+        replace_file(self._file, json.dumps(providers, indent=1, sort_keys=True))
 
 
 def _describe_remedy(name: str) -> str:

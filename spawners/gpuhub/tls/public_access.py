@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from gpuhub.common.errors import SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths
 from gpuhub.config.head_address import format_host
 from gpuhub.config.machines.network import HubSettings
@@ -190,8 +191,8 @@ def _ensure_local(
         current = None
     if current is None:
         current = authority.create_authority(names, socket.gethostname(), now)
-        _replace_file(paths.secrets / AUTHORITY_KEY_FILE, current.key_pem(), 0o600)
-        _replace_file(paths.authority, authority.encode_certificate(current.certificate), 0o644)
+        replace_file(paths.secrets / AUTHORITY_KEY_FILE, current.key_pem(), mode=0o600)
+        replace_file(paths.authority, authority.encode_certificate(current.certificate), mode=0o644)
         news.append("a new authority was created: browsers must be told to trust it")
     outside = [name for name in names if not authority.is_permitted(current.certificate, name)]
     for name in outside:
@@ -204,7 +205,7 @@ def _ensure_local(
     names = [name for name in names if name not in outside]
     reason = _find_renewal_reason(files.certificate, current, names, now)
     if reason is not None:
-        _replace_file(files.certificate, authority.issue_server_certificate(current, names, now), 0o600)
+        replace_file(files.certificate, authority.issue_server_certificate(current, names, now), mode=0o600)
         news.append(f"a new certificate was created: {reason}")
     certificate = x509.load_pem_x509_certificate(files.certificate.read_bytes())
     return ProxyCertificate(files=files, certificate=certificate, authority=current.certificate, news=tuple(news))
@@ -341,18 +342,6 @@ def _exclusive_lock(paths: Paths) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _replace_file(file: Path, content: bytes, mode: int) -> None:
-    """Replace a file atomically, so that no process reads an incomplete one."""
-    new = file.with_name(f".{file.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
-        out.write(content)
-        os.fchmod(out.fileno(), mode)
-        out.flush()
-        os.fsync(out.fileno())
-    new.replace(file)
 
 
 def describe_certificate(

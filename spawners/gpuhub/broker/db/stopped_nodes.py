@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gpuhub.broker.db.store import lock_path
 from gpuhub.common.errors import SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths, acquire_lock
 
 #: Node → the id of the Docker daemon that listed no container of the instance; None where every process of the node
@@ -42,9 +43,7 @@ def record_stopped_nodes(paths: Paths, stopped: StoppedNodes) -> None:
     if not stopped:
         return
     merged = {**read_stopped_nodes(paths.stopped_nodes), **stopped}
-    temporary = paths.stopped_nodes.with_suffix(".new")
-    temporary.write_bytes(_FORMAT.dump_json(merged))
-    temporary.replace(paths.stopped_nodes)
+    replace_file(paths.stopped_nodes, _FORMAT.dump_json(merged), mode=0o644)
 
 
 def read_stopped_nodes(file: Path) -> StoppedNodes:

@@ -12,6 +12,7 @@ from gpuhub.broker.operations.admin import require_admin
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas.bench import BenchView
 from gpuhub.common.errors import InvalidRequest, NotFound
+from gpuhub.common.files import replace_file
 from gpuhub.domain.models import Identity
 
 log = logging.getLogger(__name__)
@@ -59,16 +60,10 @@ class BenchOperations:
         if unknown:
             raise InvalidRequest(f"there is no node {unknown[0]!r}; there are: {', '.join(nodes)}")
         if self._file is not None:
-            await asyncio.to_thread(_write, self._file, bench.model_dump_json(indent=1))
+            await asyncio.to_thread(replace_file, self._file, bench.model_dump_json(indent=1), mode=0o644)
         self._set(bench)
         return bench
 
     def _set(self, bench: BenchView) -> None:
         self._bench = bench
         self._core.capacity.bench = bench.list_nodes()
-
-
-def _write(file: Path, text: str) -> None:
-    temporary = file.with_suffix(".new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)

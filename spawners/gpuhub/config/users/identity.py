@@ -21,6 +21,7 @@ from pathlib import Path
 
 from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NotAllowed, SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.config.users.users import UserSettings
 
 #: First UID and GID of ordinary accounts. Those below belong to the system (`docker`, `disk`, `shadow` …), and their
@@ -233,12 +234,7 @@ def retired_name(name: str, uid: int) -> str:
 
 
 def _write_uids(file: Path, known: Mapping[str, int]) -> None:
-    temporary = file.with_suffix(".new")
-    with temporary.open("w", encoding="utf-8") as out:
-        json.dump(known, out, indent=1, sort_keys=True)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(file)
+    replace_file(file, json.dumps(known, indent=1, sort_keys=True), mode=0o644)
 
 
 def find_user_name(state: Path, uid: int) -> str | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import sqlalchemy as sa
 from sqlalchemy import exc
 
 from gpuhub.broker.db.engine import build_engine, check_revision
 from gpuhub.common import secrets
 from gpuhub.common.errors import SettingsError, SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths
 from gpuhub.config.database import DatabaseSettings, build_database_url, password_path, schema_name
 from gpuhub.config.settings import ClusterSettings
@@ -57,7 +55,7 @@ def write_password(database: DatabaseSettings, paths: Paths) -> None:
     if not password or len(content) > _MAX_PASSWORD or any(character in password for character in "\r\n\0"):
         raise SettingsError(f"{key}: {str(database.password_file)!r} must have one line, the password")
     escaped = password.replace("\\", "\\\\").replace(":", "\\:")
-    _write_private(password_path(paths), f"*:*:*:*:{escaped}\n")
+    replace_file(password_path(paths), f"*:*:*:*:{escaped}\n")
 
 
 def describe_problem(database: DatabaseSettings, paths: Paths) -> str | None:
@@ -69,14 +67,6 @@ def describe_problem(database: DatabaseSettings, paths: Paths) -> str | None:
     except SetupError as error:
         return str(error)
     return None
-
-
-def _write_private(file: Path, text: str) -> None:
-    temporary = file.with_name(f"{file.name}.new")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as output:
-        output.write(text)
-    temporary.replace(file)
 
 
 def _ensure_schemas(database: DatabaseSettings, paths: Paths) -> None:

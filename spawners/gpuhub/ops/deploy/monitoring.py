@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpuhub.common.errors import SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths
 from gpuhub.common.secrets import METRICS_TOKEN, read_secret
 from gpuhub.config.head_address import format_host
@@ -149,10 +150,5 @@ def ensure_files(cluster: ClusterSettings, paths: Paths, source: Path, head_addr
 def _ensure_file(file: Path, text: str, owner: pwd.struct_passwd) -> bool:
     if file.exists() and file.read_text(encoding="utf-8") == text:
         return False
-    new_file = file.with_name(f"{file.name}.new")
-    new_file.unlink(missing_ok=True)
-    with os.fdopen(os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "w", encoding="utf-8") as opened:
-        opened.write(text)
-    os.chown(new_file, owner.pw_uid, owner.pw_gid)
-    new_file.replace(file)
+    replace_file(file, text, mode=0o400, owner=(owner.pw_uid, owner.pw_gid))
     return True

@@ -8,10 +8,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from gpuhub.common.errors import Conflict, SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths
 
 #: How long an invitation may be used, seconds.
@@ -75,9 +75,7 @@ class GuestRegistry:
             fcntl.flock(lock, fcntl.LOCK_EX)
             guests = self.read()
             edit(guests)
-            fresh = self.file.with_suffix(".fresh")
-            _write_private(fresh, json.dumps([asdict(guest) for guest in guests.values()], indent=1))
-            fresh.replace(self.file)
+            replace_file(self.file, json.dumps([asdict(guest) for guest in guests.values()], indent=1))
         finally:
             os.close(lock)
 
@@ -116,10 +114,3 @@ def choose_address(network: ipaddress.IPv4Network, used: Iterable[str]) -> str:
 def _parse_guest(raw: Mapping[str, Any]) -> Guest:
     known = {field.name for field in fields(Guest)}
     return Guest(**{name: value for name, value in raw.items() if name in known})
-
-
-def _write_private(file: Path, text: str) -> None:
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as output:
-        output.write(text)
-        output.flush()
-        os.fsync(output.fileno())

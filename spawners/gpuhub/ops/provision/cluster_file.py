@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +11,7 @@ from typing import Any, cast
 import tomlkit
 from tomlkit.items import AoT, Comment, Table, Whitespace
 
+from gpuhub.common import files
 from gpuhub.common.errors import NotFound, SettingsError
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, NodeSettings
@@ -24,9 +25,9 @@ def build_node_table(node: NodeSettings) -> dict[str, Any]:
     if node.guest:
         keys["guest"] = True
     if node.tls is not None:
-        files = tomlkit.inline_table()
-        files.update({"ca": str(node.tls.ca), "cert": str(node.tls.cert), "key": str(node.tls.key)})
-        keys["tls"] = files
+        tls = tomlkit.inline_table()
+        tls.update({"ca": str(node.tls.ca), "cert": str(node.tls.cert), "key": str(node.tls.key)})
+        keys["tls"] = tls
     return keys
 
 
@@ -100,15 +101,8 @@ def replace_file(file: Path, text: str) -> Path:
     file = file.resolve()
     previous = file.with_name(f"{file.name}.before")
     shutil.copy2(file, previous)
-    temporary = file.with_name(f".{file.name}.fresh")
-    with temporary.open("w", encoding="utf-8") as output:
-        output.write(text)
-        output.flush()
-        os.fsync(output.fileno())
-    shutil.copymode(file, temporary)
     status = file.stat()
-    os.chown(temporary, status.st_uid, status.st_gid)
-    temporary.replace(file)
+    files.replace_file(file, text, mode=stat.S_IMODE(status.st_mode), owner=(status.st_uid, status.st_gid))
     return previous
 
 

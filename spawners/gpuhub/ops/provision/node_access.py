@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import os
 import re
 import shutil
 import socket
@@ -22,6 +21,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from gpuhub.common.errors import GpuhubError, SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, DockerTlsFiles, NodeSettings
 from gpuhub.docker import ssh
@@ -278,11 +278,7 @@ def store_certificates(files: DockerTlsFiles, certificates: NodeCertificates) ->
         (files.cert, certificates.client),
         (files.key, certificates.client_key),
     ):
-        temporary = file.with_suffix(".fresh")
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as output:
-            output.write(content)
-        temporary.replace(file)
+        replace_file(file, content)
 
 
 def remove_certificates(files: DockerTlsFiles) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from traitlets import Integer, Unicode, default
 from gpuhub.broker_api.schemas import ClusterView, LeaseState, LeaseView
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths
 from gpuhub.config import head_address
 from gpuhub.config.containers.container_size import build_profile_size
@@ -79,15 +79,7 @@ class JobRecordStore:
     def save(self, lease_id: str, record: JobRecord) -> None:
         """Store the record durably."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = self._file(lease_id)
-        temporary = file.with_suffix(".new")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            json.dump(asdict(record), out)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
+        replace_file(self._file(lease_id), json.dumps(asdict(record)))
 
     def delete(self, lease_id: str) -> None:
         self._file(lease_id).unlink(missing_ok=True)
