@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
-from typing import TypeVar
+from collections.abc import AsyncIterator, Collection
 from urllib.parse import quote
 
-import httpx
-from pydantic import TypeAdapter, ValidationError
-
-from gpuhub.broker_api.connection import ANSWER_S, TAR, BrokerConnection, read_events
+from gpuhub.broker_api.connection import ANSWER_S, TAR, BrokerConnection, parse_answer, read_events
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ClusterView,
@@ -48,43 +44,10 @@ from gpuhub.broker_api.schemas.output_shares import SharedNotebookView
 from gpuhub.broker_api.schemas.services import ServiceView
 from gpuhub.common import errors
 
-T = TypeVar("T")
-
 #: Time limit of an answer with or after a file transfer, which may first start a container on a node; seconds.
 _FILES_S = 120.0
 #: Longest silence of a stream, seconds: the broker sends a comment every 15 s.
 _SILENCE_S = 45.0
-
-_LEASE = TypeAdapter(LeaseView)
-_RECLAIM = TypeAdapter(ReclaimAnswer)
-_LEASES = TypeAdapter(list[LeaseView])
-_JOB = TypeAdapter(JobView)
-_JOBS = TypeAdapter(list[JobView])
-_VISIT = TypeAdapter(VisitView)
-_UPLOAD = TypeAdapter(UploadResult)
-_WHY = TypeAdapter(PendingReasonView)
-_STAGING = TypeAdapter(StagingView)
-_NODEVIEW = TypeAdapter(NodeView)
-_CLUSTERVIEW = TypeAdapter(ClusterView)
-_RESERVATION = TypeAdapter(ReservationView)
-_NODES = TypeAdapter(list[NodeView])
-_BENCH = TypeAdapter(BenchView)
-_EVENTS = TypeAdapter(list[EventView])
-_RESERVATIONS = TypeAdapter(list[ReservationView])
-_OWNVIEW = TypeAdapter(OwnView)
-_SHARE = TypeAdapter(OutputShareView)
-_SHARES = TypeAdapter(list[OutputShareView])
-_SHARED = TypeAdapter(SharedJobView)
-_SHAREDNOTEBOOK = TypeAdapter(SharedNotebookView)
-_USERLIMITS = TypeAdapter(UserLimitsView)
-_USERLIMITS_LIST = TypeAdapter(list[UserLimitsView])
-_USAGE = TypeAdapter(list[UsageView])
-_DESTINATION = TypeAdapter(DestinationView)
-_DESTINATIONS = TypeAdapter(list[DestinationView])
-_COSTS = TypeAdapter(list[CostView])
-_REPORT = TypeAdapter(ReportView)
-_SERVICE = TypeAdapter(ServiceView)
-_SERVICES = TypeAdapter(list[ServiceView])
 
 
 class AsyncBrokerClient(BrokerConnection):
@@ -92,31 +55,31 @@ class AsyncBrokerClient(BrokerConnection):
 
     async def request_lease(self, request: LeaseRequest) -> LeaseView:
         """Request a lease; a repeated request returns the same one."""
-        return _read(_LEASE, await self._send("POST", "/leases", json=request.model_dump(mode="json")))
+        return parse_answer(LeaseView, await self._send("POST", "/leases", json=request.model_dump(mode="json")))
 
     async def leases(self, **wanted: str) -> list[LeaseView]:
         """Return leases that have not ended; `owner`, `state` and `node` filter them."""
-        return _read(_LEASES, await self._send("GET", "/leases", params=wanted))
+        return parse_answer(list[LeaseView], await self._send("GET", "/leases", params=wanted))
 
     async def get_lease(self, lease_id: str, *, wait_s: float = 0, version: int | None = None) -> LeaseView:
         """Return one lease; with `version` as soon as its version differs, at the latest after `wait_s` seconds."""
         params = _poll_params(wait_s, version)
         path = f"/leases/{_quoted(lease_id)}"
-        return _read(_LEASE, await self._send("GET", path, params=params, limit_s=ANSWER_S + wait_s))
+        return parse_answer(LeaseView, await self._send("GET", path, params=params, limit_s=ANSWER_S + wait_s))
 
     async def activate(self, lease_id: str, container_id: str) -> LeaseView:
         """Report that the container exists; it may be started when this returns."""
         body = ActivationRequest(container_id=container_id).model_dump(mode="json")
-        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/activate", json=body))
+        return parse_answer(LeaseView, await self._send("POST", f"/leases/{_quoted(lease_id)}/activate", json=body))
 
     async def stage(self, lease_id: str, *, wait_s: float = 0) -> StagingView:
         """Copy the datasets of a granted lease to its node, and return how far that is after `wait_s` at the latest."""
         path, params = f"/leases/{_quoted(lease_id)}/stage", {"wait_s": f"{wait_s:.3f}"}
-        return _read(_STAGING, await self._send("POST", path, params=params, limit_s=ANSWER_S + wait_s))
+        return parse_answer(StagingView, await self._send("POST", path, params=params, limit_s=ANSWER_S + wait_s))
 
     async def release(self, lease_id: str) -> LeaseView:
         """Release a lease."""
-        return _read(_LEASE, await self._send("DELETE", f"/leases/{_quoted(lease_id)}"))
+        return parse_answer(LeaseView, await self._send("DELETE", f"/leases/{_quoted(lease_id)}"))
 
     async def release_all(self, owner: str) -> int:
         """Release all leases of a user, those of jobs too; return their number."""
@@ -126,64 +89,64 @@ class AsyncBrokerClient(BrokerConnection):
 
     async def why(self, lease_id: str) -> PendingReasonView:
         """Return all reasons why a request waits."""
-        return _read(_WHY, await self._send("GET", f"/leases/{_quoted(lease_id)}/why"))
+        return parse_answer(PendingReasonView, await self._send("GET", f"/leases/{_quoted(lease_id)}/why"))
 
     async def extend(self, lease_id: str, time_limit_s: int) -> LeaseView:
         """Extend a lease, so that it ends `time_limit_s` seconds from now."""
         body = ExtensionRequest(time_limit_s=time_limit_s).model_dump(mode="json")
-        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/extend", json=body))
+        return parse_answer(LeaseView, await self._send("POST", f"/leases/{_quoted(lease_id)}/extend", json=body))
 
     async def force(self, lease_id: str) -> LeaseView:
         """Free a lease's GPUs without proof; administrators only."""
-        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/force"))
+        return parse_answer(LeaseView, await self._send("POST", f"/leases/{_quoted(lease_id)}/force"))
 
     async def suspend(self, lease_id: str) -> LeaseView:
         """Move a notebook's GPU memory into host memory; see `POST /leases/{id}/suspend`."""
-        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/suspend"))
+        return parse_answer(LeaseView, await self._send("POST", f"/leases/{_quoted(lease_id)}/suspend"))
 
     async def resume(self, lease_id: str) -> LeaseView:
         """Have a suspended notebook wait for its GPU."""
-        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/resume"))
+        return parse_answer(LeaseView, await self._send("POST", f"/leases/{_quoted(lease_id)}/resume"))
 
     async def keep(self, lease_id: str) -> LeaseView:
         """Keep an idle notebook."""
-        return _read(_LEASE, await self._send("POST", f"/leases/{_quoted(lease_id)}/keep"))
+        return parse_answer(LeaseView, await self._send("POST", f"/leases/{_quoted(lease_id)}/keep"))
 
     async def reclaim(self, owner: str, server: str) -> bool:
         """Return whether the hub's culler should stop a notebook now."""
         body = ReclaimRequest(owner=owner, server=server).model_dump(mode="json")
-        return _read(_RECLAIM, await self._send("POST", "/reclaims", json=body)).stop
+        return parse_answer(ReclaimAnswer, await self._send("POST", "/reclaims", json=body)).stop
 
     async def request_job(self, request: JobRequest) -> JobView:
         """Request workers, all or none; a run that has a job already gets that one."""
-        return _read(_JOB, await self._send("POST", "/jobs", json=request.model_dump(mode="json")))
+        return parse_answer(JobView, await self._send("POST", "/jobs", json=request.model_dump(mode="json")))
 
     async def jobs(self) -> list[JobView]:
         """Return jobs that have not ended: the caller's own, or all for an administrator."""
-        return _read(_JOBS, await self._send("GET", "/jobs"))
+        return parse_answer(list[JobView], await self._send("GET", "/jobs"))
 
     async def get_job(self, job_id: str, *, wait_s: float = 0, version: int | None = None) -> JobView:
         """Return one job; with `version` as soon as its version differs, at the latest after `wait_s` seconds."""
         params = _poll_params(wait_s, version)
         path = f"/jobs/{_quoted(job_id)}"
-        return _read(_JOB, await self._send("GET", path, params=params, limit_s=ANSWER_S + wait_s))
+        return parse_answer(JobView, await self._send("GET", path, params=params, limit_s=ANSWER_S + wait_s))
 
     async def end_job(self, job_id: str) -> JobView:
         """Stop a job; its GPUs are free when its state is `ended`."""
-        return _read(_JOB, await self._send("DELETE", f"/jobs/{_quoted(job_id)}"))
+        return parse_answer(JobView, await self._send("DELETE", f"/jobs/{_quoted(job_id)}"))
 
     async def open_visit(self, job_id: str) -> VisitView:
         """Open a visit of the caller's browser to a job's server."""
-        return _read(_VISIT, await self._send("POST", f"/jobs/{_quoted(job_id)}/visits"))
+        return parse_answer(VisitView, await self._send("POST", f"/jobs/{_quoted(job_id)}/visits"))
 
     async def services(self) -> list[ServiceView]:
         """Return the services that the caller may use; all for administrators."""
-        return _read(_SERVICES, await self._send("GET", "/services"))
+        return parse_answer(list[ServiceView], await self._send("GET", "/services"))
 
     async def restart_service(self, name: str) -> ServiceView:
         """Replace the containers of a service; administrators only."""
         answer = await self._send("POST", f"/services/{_quoted(name)}/restart", limit_s=_FILES_S)
-        return _read(_SERVICE, answer)
+        return parse_answer(ServiceView, answer)
 
     async def read_service_log(self, name: str, lines: int) -> bytes:
         """Return the last lines of a service's output; administrators only."""
@@ -192,7 +155,7 @@ class AsyncBrokerClient(BrokerConnection):
 
     async def open_service_visit(self, name: str) -> VisitView:
         """Open a visit of the caller's browser to a service."""
-        return _read(_VISIT, await self._send("POST", f"/services/{_quoted(name)}/visits"))
+        return parse_answer(VisitView, await self._send("POST", f"/services/{_quoted(name)}/visits"))
 
     async def read_job_output(self, job_id: str) -> bytes:
         """Return the output that the caller's detached job has written so far."""
@@ -201,7 +164,7 @@ class AsyncBrokerClient(BrokerConnection):
     async def upload(self, path: str, tar: bytes) -> UploadResult:
         """Unpack a tar below a folder of the caller's home; a missing folder is created."""
         answer = await self._send("PUT", "/files", content=tar, params={"path": path}, limit_s=_FILES_S)
-        return _read(_UPLOAD, answer)
+        return parse_answer(UploadResult, answer)
 
     async def download(self, path: str) -> bytes:
         """Return a file or folder of the caller's home as a tar."""
@@ -210,42 +173,42 @@ class AsyncBrokerClient(BrokerConnection):
     async def change_node(self, node: str, change: str, request: CordonRequest | None = None) -> NodeView:
         """Change a node by `cordon`, `drain` (both with a request) or `undrain`; administrators only."""
         body = None if request is None else request.model_dump(mode="json")
-        return _read(_NODEVIEW, await self._send("POST", f"/nodes/{_quoted(node)}/{change}", json=body))
+        return parse_answer(NodeView, await self._send("POST", f"/nodes/{_quoted(node)}/{change}", json=body))
 
     async def accept_gpu(self, node: str, index: int) -> NodeView:
         """Grant a GPU with faults again; administrators only."""
-        return _read(_NODEVIEW, await self._send("POST", f"/nodes/{_quoted(node)}/gpus/{index}/accept"))
+        return parse_answer(NodeView, await self._send("POST", f"/nodes/{_quoted(node)}/gpus/{index}/accept"))
 
     async def switch_power(self, node: str, *, on: bool) -> NodeView:
         """Wake a node, or put it to sleep; administrators only."""
         body = PowerRequest(on=on).model_dump(mode="json")
-        return _read(_NODEVIEW, await self._send("POST", f"/nodes/{_quoted(node)}/power", json=body))
+        return parse_answer(NodeView, await self._send("POST", f"/nodes/{_quoted(node)}/power", json=body))
 
     async def nodes(self) -> list[NodeView]:
         """Return every node with its GPUs."""
-        return _read(_NODES, await self._send("GET", "/nodes"))
+        return parse_answer(list[NodeView], await self._send("GET", "/nodes"))
 
     async def bench(self) -> BenchView:
         """Return what `gpuhub bench` last measured."""
-        return _read(_BENCH, await self._send("GET", "/bench"))
+        return parse_answer(BenchView, await self._send("GET", "/bench"))
 
     async def save_bench(self, bench: BenchView) -> BenchView:
         """Keep what was measured; administrators only."""
-        return _read(_BENCH, await self._send("PUT", "/bench", json=bench.model_dump(mode="json")))
+        return parse_answer(BenchView, await self._send("PUT", "/bench", json=bench.model_dump(mode="json")))
 
     async def events(self, *, after: int | None = None, limit: int = 100) -> list[EventView]:
         """Return events, oldest first: the newest ones, or the first ones after `after`."""
         params = {"limit": str(limit)} | ({} if after is None else {"after": str(after)})
-        return _read(_EVENTS, await self._send("GET", "/events", params=params))
+        return parse_answer(list[EventView], await self._send("GET", "/events", params=params))
 
     async def reservations(self) -> list[ReservationView]:
         """Return reservations that have not ended."""
-        return _read(_RESERVATIONS, await self._send("GET", "/reservations"))
+        return parse_answer(list[ReservationView], await self._send("GET", "/reservations"))
 
     async def reserve(self, request: ReservationRequest) -> ReservationView:
         """Reserve GPUs for some users in a period; administrators only."""
         answer = await self._send("POST", "/reservations", json=request.model_dump(mode="json"))
-        return _read(_RESERVATION, answer)
+        return parse_answer(ReservationView, answer)
 
     async def cancel_reservation(self, reservation_id: str) -> None:
         """Cancel a reservation; administrators only."""
@@ -253,12 +216,12 @@ class AsyncBrokerClient(BrokerConnection):
 
     async def limits(self) -> list[UserLimitsView]:
         """Return the limits that were set for single users; administrators only."""
-        return _read(_USERLIMITS_LIST, await self._send("GET", "/limits"))
+        return parse_answer(list[UserLimitsView], await self._send("GET", "/limits"))
 
     async def set_limits(self, owner: str, request: UserLimitsRequest) -> UserLimitsView:
         """Set a user's limits in place of those of cluster.toml; administrators only."""
         answer = await self._send("PUT", f"/limits/{_quoted(owner)}", json=request.model_dump(mode="json"))
-        return _read(_USERLIMITS, answer)
+        return parse_answer(UserLimitsView, answer)
 
     async def clear_limits(self, owner: str) -> None:
         """Give a user the limits of cluster.toml back; administrators only."""
@@ -267,20 +230,22 @@ class AsyncBrokerClient(BrokerConnection):
     async def usage(self, owner: str | None = None) -> list[UsageView]:
         """Return usage and limits of one owner, or of all."""
         params = {} if owner is None else {"owner": owner}
-        return _read(_USAGE, await self._send("GET", "/usage", params=params))
+        return parse_answer(list[UsageView], await self._send("GET", "/usage", params=params))
 
     async def destinations(self) -> list[DestinationView]:
         """Return where the caller has notifications sent."""
-        return _read(_DESTINATIONS, await self._send("GET", "/destinations"))
+        return parse_answer(list[DestinationView], await self._send("GET", "/destinations"))
 
     async def add_destination(self, request: DestinationRequest) -> DestinationView:
         """Add a destination for the caller; a repeated call adds a second one."""
-        return _read(_DESTINATION, await self._send("POST", "/destinations", json=request.model_dump(mode="json")))
+        return parse_answer(
+            DestinationView, await self._send("POST", "/destinations", json=request.model_dump(mode="json"))
+        )
 
     async def change_destination(self, key: str, change: DestinationChange) -> DestinationView:
         """Choose other notifications for a destination."""
         path = f"/destinations/{_quoted(key)}"
-        return _read(_DESTINATION, await self._send("PUT", path, json=change.model_dump(mode="json")))
+        return parse_answer(DestinationView, await self._send("PUT", path, json=change.model_dump(mode="json")))
 
     async def delete_destination(self, key: str) -> None:
         """Remove a destination."""
@@ -288,20 +253,20 @@ class AsyncBrokerClient(BrokerConnection):
 
     async def test_destination(self, key: str) -> DestinationView:
         """Queue a test message."""
-        return _read(_DESTINATION, await self._send("POST", f"/destinations/{_quoted(key)}/test"))
+        return parse_answer(DestinationView, await self._send("POST", f"/destinations/{_quoted(key)}/test"))
 
     async def costs(self, owner: str | None = None, limit: int = 20) -> list[CostView]:
         """Return what the running and last jobs and notebooks of one owner, or of all, used."""
         params = {"limit": str(limit)} | ({} if owner is None else {"owner": owner})
-        return _read(_COSTS, await self._send("GET", "/costs", params=params))
+        return parse_answer(list[CostView], await self._send("GET", "/costs", params=params))
 
     async def report(self, by: ReportDimension, **wanted: str) -> ReportView:
         """Return sums of what was used; `since`, `until` (days) and `owner` restrict them."""
-        return _read(_REPORT, await self._send("GET", "/costs/report", params={"by": by.value, **wanted}))
+        return parse_answer(ReportView, await self._send("GET", "/costs/report", params={"by": by.value, **wanted}))
 
     async def cluster(self, groups: Collection[str] = ()) -> ClusterView:
         """Return the state of the whole cluster, for the hub's spawner as a user in these groups sees it."""
-        return _read(_CLUSTERVIEW, await self._send("GET", "/cluster", params={"group": sorted(groups)}))
+        return parse_answer(ClusterView, await self._send("GET", "/cluster", params={"group": sorted(groups)}))
 
     async def watch_cluster(self, groups: Collection[str] = ()) -> AsyncIterator[ClusterView]:
         """Yield the state of the cluster as users in these groups see it, again whenever it changes.
@@ -311,7 +276,7 @@ class AsyncBrokerClient(BrokerConnection):
         """
         async with self._open("/stream/cluster", {"group": sorted(groups)}, _SILENCE_S) as answer:
             async for text in read_events(answer, "cluster"):
-                yield _read(_CLUSTERVIEW, text)
+                yield parse_answer(ClusterView, text)
 
     async def read_own(self) -> OwnView:
         """Return the caller's leases, jobs and usage.
@@ -321,7 +286,7 @@ class AsyncBrokerClient(BrokerConnection):
         """
         async with self._open("/stream/own", {"for_s": "0"}, ANSWER_S) as answer:
             async for text in read_events(answer, "own"):
-                return _read(_OWNVIEW, text)
+                return parse_answer(OwnView, text)
         raise errors.BrokerUnreachable("The GPU broker does not answer.")
 
     async def watch_own(self) -> AsyncIterator[OwnView]:
@@ -332,33 +297,35 @@ class AsyncBrokerClient(BrokerConnection):
         """
         async with self._open("/stream/own", {}, _SILENCE_S) as answer:
             async for text in read_events(answer, "own"):
-                yield _read(_OWNVIEW, text)
+                yield parse_answer(OwnView, text)
 
     async def shares(self) -> list[OutputShareView]:
         """Return output shares: the caller's own and those with the caller, or all for an administrator and the hub."""
-        return _read(_SHARES, await self._send("GET", "/shares"))
+        return parse_answer(list[OutputShareView], await self._send("GET", "/shares"))
 
     async def end_shares(self, job_id: str, viewer: str) -> list[OutputShareView]:
         """End the share of the caller's job with a user; return it, or nothing if there was none."""
-        return _read(_SHARES, await self._send("DELETE", f"/jobs/{_quoted(job_id)}/shares/{_quoted(viewer)}"))
+        return parse_answer(
+            list[OutputShareView], await self._send("DELETE", f"/jobs/{_quoted(job_id)}/shares/{_quoted(viewer)}")
+        )
 
     async def end_shares_of_user(self, user: str) -> list[OutputShareView]:
         """End all shares of a user and with a user, and return them; for the hub and administrators only."""
-        return _read(_SHARES, await self._send("DELETE", "/shares", params={"user": user}))
+        return parse_answer(list[OutputShareView], await self._send("DELETE", "/shares", params={"user": user}))
 
     async def share_output(self, job_id: str, viewer: str, for_s: int) -> OutputShareView:
         """Share the output of the caller's job with a user for `for_s` seconds from now."""
         path, body = f"/jobs/{_quoted(job_id)}/shares/{_quoted(viewer)}", ShareRequest(for_s=for_s)
-        return _read(_SHARE, await self._send("PUT", path, json=body.model_dump(mode="json")))
+        return parse_answer(OutputShareView, await self._send("PUT", path, json=body.model_dump(mode="json")))
 
     async def end_notebook_shares(self, notebook_id: str, viewer: str) -> list[OutputShareView]:
         """End the share of the caller's notebook with a user; return it, or nothing if there was none."""
         path = f"/notebooks/{_quoted(notebook_id)}/shares/{_quoted(viewer)}"
-        return _read(_SHARES, await self._send("DELETE", path))
+        return parse_answer(list[OutputShareView], await self._send("DELETE", path))
 
     async def read_shared_notebook(self, notebook_id: str) -> SharedNotebookView:
         """Return a notebook that is shared with the caller, and when it was saved."""
-        return _read(_SHAREDNOTEBOOK, await self._send("GET", f"/shared/notebooks/{_quoted(notebook_id)}"))
+        return parse_answer(SharedNotebookView, await self._send("GET", f"/shared/notebooks/{_quoted(notebook_id)}"))
 
     async def render_shared_notebook(self, notebook_id: str) -> AsyncIterator[bytes]:
         """Yield the page of a notebook that is shared with the caller, of which nothing may be trusted.
@@ -377,7 +344,7 @@ class AsyncBrokerClient(BrokerConnection):
         """
         async with self._open(f"/stream/shared/{_quoted(job_id)}", {"for_s": "0"}, ANSWER_S) as answer:
             async for text in read_events(answer, "shared"):
-                return _read(_SHARED, text)
+                return parse_answer(SharedJobView, text)
         raise errors.BrokerUnreachable("The GPU broker does not answer.")
 
     async def watch_shared_job(self, job_id: str) -> AsyncIterator[SharedJobView]:
@@ -388,7 +355,7 @@ class AsyncBrokerClient(BrokerConnection):
         """
         async with self._open(f"/stream/shared/{_quoted(job_id)}", {}, _SILENCE_S) as answer:
             async for text in read_events(answer, "shared"):
-                yield _read(_SHARED, text)
+                yield parse_answer(SharedJobView, text)
 
     def follow_output(self, job_id: str, tail: int) -> AsyncIterator[bytes]:
         """Yield the last `tail` bytes of the output of the caller's detached job, and what follows until its end.
@@ -411,29 +378,12 @@ class AsyncBrokerClient(BrokerConnection):
         async for part in self._read_parts(path, {"tail": str(tail), "follow": "true"}, None):
             yield part
 
-    async def _read_parts(
-        self, path: str, params: Mapping[str, str | list[str]], silence_s: float | None
-    ) -> AsyncIterator[bytes]:
-        async with self._open(path, params, silence_s) as answer:
-            try:
-                async for part in answer.aiter_bytes():
-                    yield part
-            except httpx.HTTPError as error:
-                raise errors.BrokerUnreachable("The connection to the GPU broker has ended.") from error
-
 
 def _poll_params(wait_s: float, version: int | None) -> dict[str, str]:
     """Return the parameters of a long poll for a version other than `version`; none without a version."""
     if version is None:
         return {}
     return {"wait_s": f"{min(max(wait_s, 0.0), 30.0):.3f}", "version": str(version)}
-
-
-def _read(kind: TypeAdapter[T], content: bytes) -> T:
-    try:
-        return kind.validate_json(content)
-    except ValidationError as error:
-        raise errors.BrokerUnreachable("The GPU broker has another version than this client.") from error
 
 
 def _quoted(identifier: str) -> str:

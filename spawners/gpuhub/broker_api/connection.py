@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 import httpx_sse
+from pydantic import TypeAdapter, ValidationError
 
 from gpuhub.broker_api import errors as refusals
 from gpuhub.common import errors
+
+T = TypeVar("T")
 
 #: Time for which a call is repeated while the broker does not answer, as during its restart; seconds.
 PATIENCE_S = 15.0
@@ -23,6 +27,8 @@ _RETRY_S = 0.25
 ANSWER_S = 10.0
 _JSON = "application/json"
 TAR = "application/x-tar"
+
+_find_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 _BY_CODE: dict[str, type[errors.GpuhubError]] = {
     kind.code: kind
@@ -69,6 +75,19 @@ def parse_problem(status: int, body: bytes, retry_after: str | None = None) -> e
         is_known = retry_after is not None and retry_after.isdecimal()
         return refusals.TooManyRequests(detail, retry_after_s=float(retry_after or 0) if is_known else None)
     return kind(detail)
+
+
+def parse_answer(kind: type[T], content: bytes) -> T:
+    """Return the value in an answer of the broker.
+
+    Raises:
+        BrokerUnreachable: The broker has another version than this client.
+    """
+    try:
+        value: T = _find_adapter(kind).validate_json(content)
+    except ValidationError as error:
+        raise errors.BrokerUnreachable("The GPU broker has another version than this client.") from error
+    return value
 
 
 class BrokerConnection:
@@ -131,6 +150,17 @@ class BrokerConnection:
             yield answer
         finally:
             await answer.aclose()
+
+    async def _read_parts(
+        self, path: str, params: Mapping[str, str | list[str]], silence_s: float | None
+    ) -> AsyncIterator[bytes]:
+        """Yield the content of a stream in parts as they come; it is not repeated."""
+        async with self._open(path, params, silence_s) as answer:
+            try:
+                async for part in answer.aiter_bytes():
+                    yield part
+            except httpx.HTTPError as error:
+                raise errors.BrokerUnreachable("The connection to the GPU broker has ended.") from error
 
     async def _send(
         self,
