@@ -19,7 +19,7 @@ from cryptography import x509
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, Response, sync_playwright
 
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.deploy import startup
+from gpuhub.ops.deploy import readiness, startup
 from gpuhub.tls import authority, public_access
 from tests.support.browser import chromium
 from tests.support.hub.served_hub import ServedHub
@@ -202,7 +202,7 @@ def test_renewed_certificate_is_used_without_a_restart(hub: ServedHub) -> None:
 
 def test_up_waits_for_https_and_prints_the_address(hub: ServedHub, capsys: pytest.CaptureFixture[str]) -> None:
     """`gpuhub up` knows the certificate that the proxy should show, and prints the address and how to trust it."""
-    startup.wait_for_public_url(hub.cluster, hub.paths)
+    readiness.wait_for_public_url(hub.cluster, hub.paths)
     ready = public_access.ensure_certificate(hub.cluster, hub.paths, "127.0.0.1")
     startup.report_addresses(hub.paths, hub.cluster, ready, StepReport())
     output = capsys.readouterr().out

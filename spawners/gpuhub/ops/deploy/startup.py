@@ -5,25 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ssl
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 import gpuhub
 from gpuhub.backends.plugin import find_plugin
-from gpuhub.broker_api.schemas import ClusterView, NodeState
-from gpuhub.common import gpu as gpus
-from gpuhub.common import secrets
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.open_files import describe_low_limit, raise_open_file_limit
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.containers import profiles
-from gpuhub.config.head_address import build_broker_url, find_head_address, format_host, url_scheme
+from gpuhub.config.head_address import build_broker_url, find_head_address
 from gpuhub.docker import esp_probe, networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.firewall_container import ensure_firewall
@@ -40,13 +34,10 @@ from gpuhub.ops.deploy import cluster_choice, database, file_server, monitoring,
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.deploy.proxy import find_proxy
+from gpuhub.ops.deploy.readiness import wait_for_gpus, wait_for_http, wait_for_public_url
 from gpuhub.ops.images import distribution, wheels
 from gpuhub.tls import internal_certificates, public_access
 from gpuhub.tls.internal_certificates import CertificateStore
-from gpuhub.web.text import build_card
-
-#: States of nodes whose GPUs cannot be read; those of a cordoned node can.
-_SILENT = frozenset({NodeState.UNREACHABLE, NodeState.DOWN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +207,7 @@ def _start_services(
         for name in (programs.PROXY, programs.BROKER):
             supervisor.ensure_started(name)
         broker = build_broker_url(cluster, find_head_address(cluster))
-        _wait_http(f"{broker}/health", 30, paths, programs.BROKER, tls=tls)
+        wait_for_http(f"{broker}/health", 30, paths, programs.BROKER, tls=tls)
     if cluster.guests.endpoint is not None:
         with report.step("WireGuard for guests"):
             supervisor.ensure_started(programs.GUESTS)
@@ -276,15 +267,7 @@ def _start_monitoring(
         if monitoring.ensure_files(cluster, paths, options.source, find_head_address(cluster)):
             supervisor.stop(programs.PROMETHEUS)
         supervisor.ensure_started(programs.PROMETHEUS)
-        _wait_http(f"{url}/-/ready", 60, paths, programs.PROMETHEUS)
-
-
-def wait_for_public_url(cluster: settings.ClusterSettings, paths: Paths) -> None:
-    """Return when the hub answers at its public address, with the certificate that it should have."""
-    https = public_access.find_certificate_files(cluster, paths)
-    origin = f"{url_scheme(tls=https is not None)}://{format_host(cluster.hub.bind)}:{cluster.hub.port}"
-    tls = None if https is None else public_access.build_pinned_context(https.certificate)
-    _wait_http(f"{origin}/hub/health", 60, paths, programs.HUB, tls=tls)
+        wait_for_http(f"{url}/-/ready", 60, paths, programs.PROMETHEUS)
 
 
 def _ensure_certificates(paths: Paths, cluster: settings.ClusterSettings, report: StepReport) -> ssl.SSLContext:
@@ -317,22 +300,6 @@ def _is_stale(paths: Paths, settings_file: Path, hub_config: Path) -> bool:
     return bool(stale)
 
 
-def _wait_http(url: str, deadline_s: float, paths: Paths, name: str, *, tls: ssl.SSLContext | None = None) -> None:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        try:
-            if httpx.get(url, timeout=5, trust_env=False, verify=tls or True).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass  # it does not listen yet
-        time.sleep(0.1)
-    log = paths.log / f"{name}.log"
-    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:] if log.exists() else []
-    raise SetupError(
-        "\n".join([f"{name} does not answer at {url} after {deadline_s:.0f} s; the last lines of {log}:", *tail])
-    )
-
-
 def report_addresses(
     paths: Paths, cluster: settings.ClusterSettings, https: public_access.ProxyCertificate | None, report: StepReport
 ) -> None:
@@ -351,54 +318,3 @@ def report_addresses(
         report.note(f"  {backend.title + ':':<15} {line}")
     report.note("  Logs:           " + str(paths.log))
     report.note("  Stop it with:   sudo make down")
-
-
-def wait_for_gpus(
-    broker_url: str, paths: Paths, deadline_s: float, tls: ssl.SSLContext | None
-) -> dict[str, list[gpus.GpuSpec]]:
-    """Return each node's GPUs once the broker has read those of every node but guests.
-
-    Raises:
-        SetupError: A node was not read in time; the broker's reason is in the text.
-        SettingsError: Two nodes report the same GPU.
-    """
-    headers = {"Authorization": f"token {secrets.read_secret(paths, secrets.BROKER_TOKEN)}"}
-    end = time.monotonic() + deadline_s
-    with httpx.Client(trust_env=False, timeout=10, headers=headers, verify=tls or True) as client:
-        while True:
-            answer = client.get(f"{broker_url}/api/v1/cluster")
-            answer.raise_for_status()
-            view = ClusterView.model_validate_json(answer.content)
-            view = view.model_copy(update={"nodes": tuple(node for node in view.nodes if not node.guest)})
-            unread = [node for node in view.nodes if node.state in _SILENT or not node.gpus]
-            if not unread:
-                check_unique_gpus(view)
-                return group_gpus(view)
-            if time.monotonic() > end:
-                lines = [f"  {node.name}: {node.message or 'has no GPU'}" for node in unread]
-                raise SetupError("\n".join([f"no GPUs could be read within {deadline_s:.0f} s on:", *lines]))
-            time.sleep(0.2)
-
-
-def check_unique_gpus(view: ClusterView) -> None:
-    """Check that every GPU is reported by one node only.
-
-    Raises:
-        SettingsError: A line for each GPU that several nodes report, with their names.
-    """
-    owners: dict[str, list[str]] = {}
-    for node in view.nodes:
-        for gpu in node.gpus:
-            owners.setdefault(gpu.uuid, []).append(node.name)
-    lines = [
-        f"nodes {' and '.join(names)} report the same GPU {uuid}: are they two entries for one machine? Remove one"
-        for uuid, names in owners.items()
-        if len(names) > 1
-    ]
-    if lines:
-        raise SettingsError("\n".join(lines))
-
-
-def group_gpus(view: ClusterView) -> dict[str, list[gpus.GpuSpec]]:
-    """Return the GPUs of each node by its name."""
-    return {node.name: [build_card(gpu) for gpu in node.gpus] for node in view.nodes}
