@@ -17,7 +17,8 @@ from gpuhub.broker import audit
 from gpuhub.broker.admission import limits
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.views import cluster_view, serializers
-from gpuhub.broker.views.cluster_view import MAX_STARTS_SHOWN, ClusterViewInput
+from gpuhub.broker.views.cluster_view import MAX_STARTS_SHOWN
+from gpuhub.broker.views.gpu_summary import ClusterViewInput
 from gpuhub.broker_api.schemas import (
     ClusterView,
     EventView,

@@ -15,6 +15,7 @@ from gpuhub.backends.slurm.backend import build_capabilities
 from gpuhub.backends.slurm.external_jobs import build_partitions, build_usage, describe_job
 from gpuhub.backends.slurm.scheduler import SlurmScheduler
 from gpuhub.broker.views import cluster_view
+from gpuhub.broker.views.gpu_summary import ClusterViewInput
 from gpuhub.broker_api.schemas import ClusterView, GpuState, GpuView, LeaseState, NodeState, Purpose
 from gpuhub.domain.models import LeasedGpu, LeaseRow, ResourceRequest
 from gpuhub.nodes.inventory import GpuReading, Inventory, build_inventory
@@ -112,7 +113,7 @@ def build_view(
             ],
         )
     )
-    scene = cluster_view.ClusterViewInput(
+    scene = ClusterViewInput(
         cluster=SLURM,
         leases={lease.id: lease for lease in leases},
         places={},
