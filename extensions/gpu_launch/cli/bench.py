@@ -12,7 +12,8 @@ from gpu_launch.cli.submission import job_submission
 from gpu_launch.cli.submission.run import launch_options
 from gpu_launch.cli.submission.upload import DEFAULT_MAX_BYTES
 from gpu_launch.errors import UsageError
-from gpu_launch.options.definition import BENCH_MODULE, BENCH_OPTIONS, Surface
+from gpu_launch.options.definition import BENCH_MODULE, BENCH_OPTIONS
+from gpu_launch.options.option import Surface
 
 _OPTIONS = tuple(option for option in BENCH_OPTIONS if Surface.COMMAND in option.surfaces)
 

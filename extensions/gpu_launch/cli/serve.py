@@ -18,7 +18,8 @@ from gpu_launch.cli.submission.upload import DEFAULT_MAX_BYTES
 from gpu_launch.errors import BrokerError, UsageError
 from gpu_launch.launch import plan
 from gpu_launch.options import command
-from gpu_launch.options.definition import SERVE_OPTIONS, Surface
+from gpu_launch.options.definition import SERVE_OPTIONS
+from gpu_launch.options.option import Surface
 from gpu_launch.prediction.memory_estimate import CardMemory
 from gpu_launch.serving import model_files, request, settings
 from gpu_launch.serving.model_files import ModelDescription

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_launch.options import definition, gpu_cell, rank_session
+from gpu_launch.options.option import LaunchOption
 
 _LINE = re.compile(r"\s*%%?(gpu(?:_\w+)?)\s(.*)", re.DOTALL)
 _LAUNCH_LABELS = tuple(option.label for option in definition.OPTIONS)
@@ -111,7 +112,7 @@ def _complete_launch(
     return _complete_path(fragment, sources.folder(), endings=(".py",))
 
 
-def _find_option(flag: str) -> definition.LaunchOption | None:
+def _find_option(flag: str) -> LaunchOption | None:
     return _OPTION_BY_FLAG.get(flag.replace("_", "-"))
 
 

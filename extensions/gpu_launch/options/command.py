@@ -18,15 +18,9 @@ import click
 
 from gpu_launch.errors import UsageError
 from gpu_launch.options.conflicts import EXCLUDING, REFUSED
-from gpu_launch.options.definition import (
-    BENCH_MODULE,
-    BENCH_OPTIONS,
-    BY_NAME,
-    OPTIONS,
-    TORCHRUN,
-    LaunchOption,
-)
+from gpu_launch.options.definition import BENCH_MODULE, BENCH_OPTIONS, BY_NAME, OPTIONS, TORCHRUN
 from gpu_launch.options.launch_options import DEMAND_FIELDS, JOB_FIELDS, NOT_IN_MANIFEST, LaunchOptions
+from gpu_launch.options.option import LaunchOption
 
 
 @dataclass(frozen=True, kw_only=True)

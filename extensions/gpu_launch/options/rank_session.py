@@ -15,8 +15,8 @@ from gpu_launch.options import command
 from gpu_launch.options import value_types as types
 from gpu_launch.options.command import LaunchCommand
 from gpu_launch.options.definition import OPTIONS as LAUNCH_OPTIONS
-from gpu_launch.options.definition import Surface
 from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.option import Surface
 
 OPTIONS = tuple(option for option in LAUNCH_OPTIONS if Surface.RANKS in option.surfaces)
 _OWN_OPTIONS = (

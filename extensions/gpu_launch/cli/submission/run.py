@@ -18,7 +18,8 @@ from gpu_launch.cli.submission import job_submission, task_submission
 from gpu_launch.cli.submission.upload import DEFAULT_MAX_BYTES
 from gpu_launch.environment import SECRET_PREFIXES
 from gpu_launch.errors import UsageError
-from gpu_launch.options.definition import OPTIONS, LaunchOption, Surface
+from gpu_launch.options.definition import OPTIONS
+from gpu_launch.options.option import LaunchOption, Surface
 from gpu_launch.training.comm_modes import AUTO, CommMode
 from gpu_launch.units import parse_memory
 

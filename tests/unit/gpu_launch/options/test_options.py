@@ -13,6 +13,7 @@ from gpu_launch.broker.gpu_request import Amount, GpuRequest
 from gpu_launch.errors import UsageError
 from gpu_launch.options import command, conflicts, definition
 from gpu_launch.options.launch_options import LaunchOptions
+from gpu_launch.options.option import Surface
 
 HOSTILE = [
     "a b.py",
@@ -320,7 +321,7 @@ def test_keywords_of_the_function_match_the_options():
     """With the defaults of the value, so that none is forgotten and none differs."""
     parameters = inspect.signature(gpu_launch.run).parameters
     own = {"script", "arguments", "kwargs"}
-    defined = {option.keyword for option in definition.OPTIONS if definition.Surface.FUNCTION in option.surfaces}
+    defined = {option.keyword for option in definition.OPTIONS if Surface.FUNCTION in option.surfaces}
     assert set(parameters) - own == defined
     defaults = {name: parameters[name].default for name in parameters if name not in {*own, "send"}}
     assert command.build_from_keywords(defaults) == LaunchOptions()
