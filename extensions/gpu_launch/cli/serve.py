@@ -98,21 +98,15 @@ def serve(context: Context, /, model: str, **given: Any) -> None:
         job_submission.RunArguments(
             script=settings.MODULE,
             arguments=settings.write_arguments(checked.settings),
-            # A server that nobody asks writes nothing for hours.
+            # A server without requests writes nothing for hours.
             values=values | {"module": True, "stacks_after_s": 0},
             gpus=given["gpus"],
-            array=None,
-            after=None,
-            retries=None,
-            envs={},
-            secrets={},
             name=f"serve {asked.name}"[:80],
             profile=given["profile"],
             image=given["image"],
             port=asked.port,
             port_users=users,
             sleeps=asked.idle_s > 0 and not given["ends"],
-            workdir=None,
             no_workdir=True,
             most_bytes=DEFAULT_MAX_BYTES,
             here=Path.cwd(),

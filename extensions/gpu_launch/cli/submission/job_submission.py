@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -79,22 +79,22 @@ class RunArguments:
     values: Mapping[str, Any]
     gpus: int | None
     #: None for a single job.
-    array: ArrayTasks | None
+    array: ArrayTasks | None = None
     #: The run id of the job or array that must succeed before; None for none.
-    after: str | None
+    after: str | None = None
     #: None where it was not given.
-    retries: int | None
-    envs: dict[str, str]
-    secrets: dict[str, str]
+    retries: int | None = None
+    envs: dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
     name: str
     profile: str | None
-    image: str | None
+    image: str | None = None
     #: Port of the job's server, and who reaches it besides the owner.
     port: int | None = None
     port_users: tuple[str, ...] = ()
     #: It starts again at the next request to the port, after it has ended by itself and well.
     sleeps: bool = False
-    workdir: str | None
+    workdir: str | None = None
     no_workdir: bool
     most_bytes: int
     here: Path
