@@ -221,7 +221,7 @@ def run(
         LaunchFailed: with the failing rank's traceback.
         LaunchInterrupted: (a KeyboardInterrupt) after the user's interrupt.
     """
-    from gpu_launch.launch.launch import launch
+    from gpu_launch.launch.notebook_launch import launch
 
     if isinstance(arguments, str) or not isinstance(arguments, Sequence):
         raise UsageError(f'the script\'s arguments are a list, such as ["--epochs", "2"], not {arguments!r}')

@@ -19,7 +19,7 @@ from gpu_launch.common.exchange import ExchangeFiles
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo
 from gpu_launch.common.run_folder import RunFolder
 from gpu_launch.errors import BrokerError
-from gpu_launch.launch.launch import prepare
+from gpu_launch.launch.notebook_launch import prepare
 from gpu_launch.launch.plan import LaunchPlan, free_nodes
 from gpu_launch.launch.request import ValidatedRequest, build_prediction_key, build_spec, find_mode
 from gpu_launch.launch.workers.worker_pool import WorkerPool, worker_pools

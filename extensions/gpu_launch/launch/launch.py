@@ -1,4 +1,4 @@
-"""One launch, from the request for its workers to their release; `launch` runs one at a time for this notebook.
+"""One launch, from the request for its workers to their release.
 
 `Launch` owns the state machine of `state`; the other modules are parts that it calls: `startup` starts the ranks,
 `restart` notices changes of members, ends the ranks and asks for missing nodes, `view` shows all of it, and `shutdown`
@@ -8,26 +8,21 @@ ends what is left and releases the workers.
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from gpu_launch import environment
 from gpu_launch.broker import models
-from gpu_launch.broker.client import BrokerClient
 from gpu_launch.common import exchange as exchanges
 from gpu_launch.common import network, run_folder
 from gpu_launch.common.exchange import ExchangeFiles
 from gpu_launch.common.launch_spec import Membership
 from gpu_launch.common.secure_channel import OutputReceiver
-from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
+from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted
 from gpu_launch.launch.debug_prompt import DebugPrompt
 from gpu_launch.launch.experiment_log import ExperimentLog, find_settings
 from gpu_launch.launch.membership import MembershipChange, check_enough_nodes, format_lost_worker
-from gpu_launch.launch.request import LaunchRequest, ValidatedRequest
+from gpu_launch.launch.request import ValidatedRequest
 from gpu_launch.launch.restart import RestartController, ScaleUp
 from gpu_launch.launch.shutdown import LaunchShutdown
 from gpu_launch.launch.stack_reporter import StackReporter
@@ -35,7 +30,6 @@ from gpu_launch.launch.startup import RankStarter
 from gpu_launch.launch.state import LaunchResult, LaunchState, check_transition, write_status
 from gpu_launch.launch.view import LaunchView
 from gpu_launch.launch.workers.worker_pool import WorkerPool, worker_pools
-from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output import failure, text
 from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.output.screens import Screen
@@ -43,52 +37,6 @@ from gpu_launch.output.screens import Screen
 _STARTED_S = 10.0  # seconds for all starts to be confirmed after the first failure
 _HARDWARE_S = 6.0  # seconds until the broker knows what the driver reports of a GPU
 _NETWORK_S = 2.0  # seconds for this container's network to be there
-#: Held by the running launch of this notebook.
-_running = threading.Lock()
-
-
-def launch(
-    options: LaunchOptions, *, cell: str | None = None, before: Mapping[str, str], exchange: ExchangeFiles | None = None
-) -> LaunchResult:
-    """Run one launch from this notebook. `before` is the environment when the notebook began.
-
-    Raises:
-        UsageError: before anything is asked for.
-        LaunchFailed, LaunchInterrupted: after all ranks have ended.
-    """
-    if not _running.acquire(blocking=False):
-        raise UsageError("Another launch of this notebook is running; one at a time.")
-    try:
-        validated, broker = prepare(options, cell=cell, before=before)
-        pool = worker_pools.acquire(validated, broker)
-        try:
-            return Launch(validated, pool=pool, exchange=exchange, is_logged=True).run()
-        finally:
-            if pool.is_acquired:
-                # An interrupt came before the launch could release it.
-                worker_pools.release(pool, keep_s=0)
-    finally:
-        _running.release()
-
-
-def prepare(
-    options: LaunchOptions, *, cell: str | None, before: Mapping[str, str]
-) -> tuple[ValidatedRequest, BrokerClient | None]:
-    """Return the checked request of this notebook, and the broker; None where this server has none.
-
-    Raises:
-        UsageError: for a request that can never be met.
-        BrokerError: when the broker cannot be reached.
-    """
-    env = environment.read()
-    try:
-        cwd = Path.cwd()
-    except FileNotFoundError:
-        raise UsageError("This notebook's folder does not exist any more; use %cd to go to another.") from None
-    user_set = environment.find_changes(before, os.environ)
-    broker = BrokerClient.for_notebook(env) if env.broker_url and env.token else None
-    request = LaunchRequest(options=options, cell=cell, cwd=cwd, env=env, environ=user_set)
-    return worker_pools.validate(request, broker), broker
 
 
 class Launch:

@@ -50,7 +50,7 @@ class GpuLaunchMagics(Magics):
 
             _print_submitted(submit_from_notebook(options, cell=cell, before=notebook.BEFORE, exchange=exchange_files))
         else:
-            from gpu_launch.launch.launch import launch
+            from gpu_launch.launch.notebook_launch import launch
 
             result = launch(options, cell=cell, before=notebook.BEFORE, exchange=exchange_files)
             self.shell.user_ns.update(result.returned)
@@ -64,7 +64,7 @@ class GpuLaunchMagics(Magics):
         if options.help:
             sys.stdout.write(command.BENCH_USAGE)
             return
-        from gpu_launch.launch.launch import launch
+        from gpu_launch.launch.notebook_launch import launch
 
         launch(options, before=notebook.BEFORE)
 

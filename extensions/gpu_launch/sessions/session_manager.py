@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from gpu_launch.common import run_folder
 from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, UsageError
-from gpu_launch.launch.launch import prepare
+from gpu_launch.launch.notebook_launch import prepare
 from gpu_launch.options import command
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.options.rank_session import NO_SESSION

@@ -16,7 +16,7 @@ import gpu_launch
 from gpu_launch.common import exchange, run_folder
 from gpu_launch.common.exchange import collect_results
 from gpu_launch.errors import LaunchFailed, UsageError
-from gpu_launch.launch import launch, request
+from gpu_launch.launch import notebook_launch, request
 from gpu_launch.launch.state import LaunchResult
 from gpu_launch.magics import magics
 from gpu_launch.options import command
@@ -44,7 +44,7 @@ def shell(tmp_path, monkeypatch):
 
 
 class RecordedLaunch:
-    """Stands for `launch.launch`: two ranks, one after another, as torchrun's workers."""
+    """Stands for `notebook_launch.launch`: two ranks, one after another, as torchrun's workers."""
 
     def __init__(self, folder):
         self.folder, self.options, self.cell, self.ends = folder, None, None, []
@@ -80,7 +80,7 @@ class RecordedLaunch:
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     found = RecordedLaunch(tmp_path)
-    monkeypatch.setattr(launch, "launch", found)
+    monkeypatch.setattr(notebook_launch, "launch", found)
     return found
 
 
