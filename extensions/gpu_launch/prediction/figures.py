@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_launch.common.run_folder import write_private
 from gpu_launch.errors import UsageError
 from gpu_launch.training.comm_modes import CommMode
 
@@ -114,9 +115,7 @@ def build_key(text: str) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write a value of this module as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(json.dumps(asdict(value), indent=1), encoding="utf-8")
-    draft.replace(path)
+    write_private(path, json.dumps(asdict(value), indent=1).encode())
 
 
 def has_own_bench(home: Path) -> bool:

@@ -25,6 +25,7 @@ from gpu_launch.worker.debugger_client import DebuggerAnswer, DebuggerClient, re
 from gpu_launch.worker.forkserver.client import ForkRefused, ForkServerClient, ForkServerGone, start_fork_server
 from gpu_launch.worker.gpu_monitor import GpuMonitor
 from gpu_launch.worker.output_forwarder import OutputForwarder
+from gpu_launch.worker.rank_stops import StopFiles
 from gpu_launch.worker.runners import torchrun
 from gpu_launch.worker.runners.base import NodeSpec, Runner, build_node_environ
 from gpu_launch.worker.runners.command import CommandRunner
@@ -167,7 +168,7 @@ def start_ranks(spec: LaunchSpec) -> int:
         node,
         _state.gpu_monitor,
         is_terminating=lambda: _state.is_terminating,
-        stops=rank_debugger.StopFiles(_state.stacks_pattern, node.ranks),
+        stops=StopFiles(_state.stacks_pattern, node.ranks),
     )
     thread = threading.Thread(target=pump.run, name="gpu_launch output", daemon=True)
     _state.launch = _RunningRanks(

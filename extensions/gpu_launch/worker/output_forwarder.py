@@ -21,7 +21,7 @@ from gpu_launch.worker import log_files
 from gpu_launch.worker.display_files import DisplayFiles
 from gpu_launch.worker.gpu_monitor import GpuMonitor
 from gpu_launch.worker.log_files import CHUNK, LogTail
-from gpu_launch.worker.rank_debugger import StopFiles
+from gpu_launch.worker.rank_stops import StopFiles
 from gpu_launch.worker.runners.base import NodeSpec, ProcessExit, Runner
 
 #: Seconds between polls of the files.

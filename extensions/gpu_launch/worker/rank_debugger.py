@@ -17,15 +17,17 @@ import pdb
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
 from gpu_launch.common.import_hook import call_after_import
+from gpu_launch.common.run_folder import write_secret_json
 from gpu_launch.worker import rank_stacks
+from gpu_launch.worker.rank_stops import SUFFIX, RankStop
 
 #: The rank of `--debug`: it alone stops at `breakpoint()`, and also where it fails.
 VARIABLE = "GPU_LAUNCH_DEBUG"
@@ -33,10 +35,9 @@ VARIABLE = "GPU_LAUNCH_DEBUG"
 WAIT_VARIABLE = "GPU_LAUNCH_DEBUG_WAIT_S"
 #: Stops a rank for a debugger that is about to connect.
 SIGNAL = int(signal.SIGRTMAX) - 2
-SOCKET, STOP = ".debug", ".stop"
+SOCKET = ".debug"
 WAIT_S = 1800.0
 _ATTACH_S = 20.0  # seconds for the debugger that sent the signal to connect
-_STOPS_S = 0.2  # seconds between two polls for stops
 _HELLO_S = 5.0  # seconds for a debugger to send its first line
 #: With `--debug`, ranks wait this long in a collective unless the script sets another time.
 _COLLECTIVE_TIMEOUT = timedelta(hours=24)
@@ -49,23 +50,12 @@ _MAX_TEXT = 256 * 1024  # characters of one answer
 _installed: list[RankDebugger] = []
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankStop:
-    """Why and where a rank has stopped; `reason` is `breakpoint`, `exception` or `attach`."""
-
-    reason: str
-    #: Such as `train.py:12 in step`.
-    place: str
-    #: The exception's last line; empty for other reasons.
-    detail: str = ""
-
-
 class RankDebugger:
     """The debugger of this process. Only `install` makes one that is used."""
 
     def __init__(self, path: str, rank: int, *, chosen: int | None, wait_s: float = WAIT_S) -> None:
         """`path` is that of the rank's stack dump; `chosen` the rank of `--debug`, None without it."""
-        self._socket, self._stop = Path(path + SOCKET), Path(path + STOP)
+        self._socket, self._stop = Path(path + SOCKET), Path(path + SUFFIX)
         self._rank, self._chosen, self._wait_s = rank, chosen, wait_s
         self._pid = os.getpid()
         self._connection: _Connection | None = None
@@ -167,7 +157,7 @@ class RankDebugger:
         """Wait for a debugger; None if none came, or it wants nothing more of this stop."""
         with _listen(self._socket) as listener:
             listener.settimeout(wait_s)
-            _write_stop(self._stop, stop)
+            write_secret_json(self._stop, asdict(stop))
             try:
                 connection = _Connection(listener.accept()[0])
             except TimeoutError:
@@ -332,47 +322,6 @@ def listen_for_editor(port: Any, *, rank: int) -> str:
     except (RuntimeError, OSError) as error:
         return f"debugpy cannot listen on port {port}: {error}\n"
     return f"debugpy listens on 127.0.0.1:{port} of rank {rank}'s container.\n"
-
-
-class StopFiles:
-    """Notices ranks that begin to wait for a debugger which nobody has asked for."""
-
-    def __init__(self, pattern: str, ranks: Sequence[int]) -> None:
-        """`pattern` is the path of a rank's stack dump, with `{rank}`."""
-        self._files = {rank: Path(pattern.replace("{rank}", str(rank)) + STOP) for rank in ranks}
-        self._seen: dict[int, int] = {}
-        self._due_at = 0.0
-
-    def read_new(self, now: float) -> list[dict[str, Any]]:
-        """Return the new stops, each with its rank and the fields of `RankStop`; at most some times a second."""
-        if now < self._due_at:
-            return []
-        self._due_at = now + _STOPS_S
-        found = []
-        for rank, file in self._files.items():
-            with contextlib.suppress(OSError):
-                written = file.stat().st_mtime_ns
-                if self._seen.get(rank) == written:
-                    continue
-                self._seen[rank] = written
-                stop = read_stop(file)
-                if stop is not None and stop.reason != "attach":
-                    found.append({"rank": rank, **asdict(stop)})
-        return found
-
-
-def read_stop(path: Path) -> RankStop | None:
-    """Return what a rank's file of this path says; None if the rank does not wait for a debugger."""
-    try:
-        return RankStop(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _write_stop(path: Path, stop: RankStop) -> None:
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(json.dumps(asdict(stop)))
-    draft.replace(path)
 
 
 @contextlib.contextmanager

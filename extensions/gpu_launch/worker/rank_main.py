@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from gpu_launch.common import exchange as exchange_files
 from gpu_launch.common import memory_cap
+from gpu_launch.common.run_folder import write_private
 from gpu_launch.prediction import step_profiler
 from gpu_launch.training import ddp_buckets, ddp_communication
 from gpu_launch.worker import jax_cluster, process_exit, rank_debugger, rank_displays, rank_stacks
@@ -115,7 +116,7 @@ def _write_result(main: ModuleType, exchange: Path) -> None:
         else:
             outcome["problems"].append(f"the script has no variable {name} at its end")
     if call is not None or names:
-        _write_file(exchange / f"result-{os.environ.get('RANK', '0')}.pkl", outcome)
+        write_private(exchange / f"result-{os.environ.get('RANK', '0')}.pkl", pickle.dumps(outcome))
 
 
 def _merge_globals(main: ModuleType, function: Callable[..., Any]) -> None:
@@ -139,12 +140,6 @@ def _pickle_value(name: str, value: Any, problems: list[str]) -> bytes | None:
             f"{name} has more than {exchange_files.MAX_BYTES // 1024**3} GiB; let the script save it to a file"
         )
     return None
-
-
-def _write_file(path: Path, outcome: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(pickle.dumps(outcome))
-    draft.replace(path)
 
 
 def _load_file(path: Path, problem: str) -> Any:
