@@ -12,7 +12,6 @@ from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.deployment import load_settings
 from gpuhub.cli.options import BrokerRunner, cluster_file_option, instance_option, pass_broker
 from gpuhub.common.paths import Paths
-from gpuhub.ops.broker_connection import connect_to_broker
 
 
 @click.command("bench", short_help="Measure the nodes' GPUs and the network between them.")
@@ -51,7 +50,6 @@ def bench(
             nodes,
             StepReport(),
             administrator=administrator,
-            connect=lambda token: connect_to_broker(paths, token),
         )
         console.write(f"\n{tables.format_bench(measured, console.width)}")
 

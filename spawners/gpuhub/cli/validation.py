@@ -13,7 +13,6 @@ from gpuhub.cli.deployment import load_settings
 from gpuhub.cli.options import BrokerRunner, cluster_file_option, instance_option, pass_broker
 from gpuhub.common.errors import GpuhubError, InvalidRequest
 from gpuhub.common.paths import Paths
-from gpuhub.ops.broker_connection import connect_to_broker
 
 if TYPE_CHECKING:
     from gpuhub.ops.validation.report import Report
@@ -60,7 +59,6 @@ def validate(
             choose_user(cluster.users, user),
             StepReport(),
             administrator=administrator,
-            connect=lambda token: connect_to_broker(paths, token),
         )
         publish_report(report, before, console, json_file=json_file, html_file=html_file)
         if report.has_failed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from pydantic import ValidationError
 
@@ -15,10 +15,8 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users.identity import find_identity
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.validation.jobs import RESULT, JobRunner, ValidationJob
+from gpuhub.ops.validation.jobs import RESULT, ValidationJob, run_as_user
 from gpuhub.ops.validation.plan import JOB_LIMIT_S
-from gpuhub.ops.validation.user_token import issue_token
-from gpuhub.ops.validation.validation import TOKEN_S, end_jobs
 
 #: The module of gpu-launch that measures; its argument is the file of the result.
 _MODULE = "gpu_launch.prediction.bench_main"
@@ -34,13 +32,11 @@ async def measure_cluster(
     steps: StepReport,
     *,
     administrator: AsyncBrokerClient,
-    connect: Callable[[str], AsyncBrokerClient],
 ) -> BenchView:
     """Measure one GPU of each node, and the network between the nodes, and have the broker keep the figures.
 
     Args:
         names: The nodes that take part; empty for all that are up and have a free GPU.
-        connect: Returns a client of the broker with the given token.
 
     Raises:
         GpuhubError: It cannot be measured; nothing runs any more then.
@@ -49,23 +45,17 @@ async def measure_cluster(
     await asyncio.to_thread(find_identity, cluster.users, paths.state, user)
     view = await administrator.cluster()
     nodes = choose_nodes(view, names)
-    with issue_token(paths, user, TOKEN_S, cluster.database) as token:
-        client = connect(token)
-        try:
-            async with end_jobs(JobRunner(client, administrator)) as runner:
-                with steps.step(f"one GPU of each of {len(nodes)} nodes, and the network between them"):
-                    outcome = await runner.run(
-                        ValidationJob(
-                            program=_MODULE,
-                            is_module=True,
-                            arguments=(RESULT,),
-                            nnodes=len(nodes),
-                            exclude_nodes=tuple(node.name for node in view.nodes if node.name not in nodes),
-                            limit_s=JOB_LIMIT_S + _PAIR_S * len(nodes) * (len(nodes) - 1) / 2,
-                        )
-                    )
-        finally:
-            await client.close()
+    job = ValidationJob(
+        program=_MODULE,
+        is_module=True,
+        arguments=(RESULT,),
+        nnodes=len(nodes),
+        exclude_nodes=tuple(node.name for node in view.nodes if node.name not in nodes),
+        limit_s=JOB_LIMIT_S + _PAIR_S * len(nodes) * (len(nodes) - 1) / 2,
+    )
+    async with run_as_user(cluster, paths, user, administrator) as (_, runner):
+        with steps.step(f"one GPU of each of {len(nodes)} nodes, and the network between them"):
+            outcome = await runner.run(job)
     if outcome.result is None:
         raise GpuhubError(f"the job that measures failed: {outcome.error}")
     try:

@@ -12,8 +12,8 @@ import json
 import secrets
 import tarfile
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
@@ -21,11 +21,17 @@ from typing import Any
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.broker_api.schemas import JobRequest, JobState, JobView, WorkerView
 from gpuhub.common.errors import GpuhubError
+from gpuhub.common.paths import Paths
+from gpuhub.config.settings import ClusterSettings
+from gpuhub.ops.broker_connection import connect_to_broker
+from gpuhub.ops.validation.user_token import issue_token
 
 _PROGRAMS = "gpuhub.ops.validation.programs"
 RESULT = "result.json"
 #: Where gpu-launch has the folders of runs, below the home.
 _RUN_FOLDERS = ".gpu_launch/jobs"
+#: The user's token also ends with the command; hours for the largest clusters. Seconds.
+_TOKEN_S = 6 * 3600
 #: Longest time of one long poll, seconds.
 _POLL_S = 20.0
 #: Time in which a job that is ended has removed its containers, seconds.
@@ -224,3 +230,36 @@ class JobRunner:
                     view = await self._user.get_job(view.id, wait_s=_POLL_S, version=view.version)
         except (TimeoutError, GpuhubError):
             return  # the last part reports what is still there
+
+
+@asynccontextmanager
+async def run_as_user(
+    cluster: ClusterSettings, paths: Paths, user: str, administrator: AsyncBrokerClient
+) -> AsyncIterator[tuple[AsyncBrokerClient, JobRunner]]:
+    """Yield a client of the broker with a user's token, and a runner of that user's jobs, which ends them afterwards.
+
+    Args:
+        cluster: The settings that the services run with.
+        paths: Those of the instance.
+        user: The owner of all jobs.
+        administrator: Ends the jobs.
+
+    Raises:
+        GpuhubError: The user gets no token, or the broker refuses to end the jobs.
+    """
+    with issue_token(paths, user, _TOKEN_S, cluster.database) as token:
+        client = connect_to_broker(paths, token)
+        try:
+            async with end_jobs(JobRunner(client, administrator)) as runner:
+                yield client, runner
+        finally:
+            await client.close()
+
+
+@asynccontextmanager
+async def end_jobs(runner: JobRunner) -> AsyncIterator[JobRunner]:
+    """Yield the runner, and end its jobs in any case."""
+    try:
+        yield runner
+    finally:
+        await runner.end_all()

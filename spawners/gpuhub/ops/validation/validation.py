@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
@@ -22,7 +21,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.validation import checks
 from gpuhub.ops.validation.checks import CheckedPart
-from gpuhub.ops.validation.jobs import JobResult, JobRunner, ValidationJob, build_run_folder, new_run_id
+from gpuhub.ops.validation.jobs import JobResult, JobRunner, ValidationJob, build_run_folder, new_run_id, run_as_user
 from gpuhub.ops.validation.plan import (
     COMPUTE_S,
     FREE_LIMIT_S,
@@ -33,10 +32,7 @@ from gpuhub.ops.validation.plan import (
     build_plan,
 )
 from gpuhub.ops.validation.report import Check, Figure, Part, Report, ReportedGpu, ReportedNode, build_check
-from gpuhub.ops.validation.user_token import issue_token
 
-#: The token is also removed at the end; hours for the largest clusters. Seconds.
-TOKEN_S = 6 * 3600
 _POLL_S = 0.5
 
 #: Returns the containers of leases on all nodes, as `node: name`.
@@ -57,7 +53,6 @@ async def validate_cluster(
     steps: StepReport,
     *,
     administrator: AsyncBrokerClient,
-    connect: Callable[[str], AsyncBrokerClient],
 ) -> Report:
     """Validate the cluster with jobs of a user.
 
@@ -67,40 +62,26 @@ async def validate_cluster(
         user: The owner of all jobs.
         steps: Shows which part runs.
         administrator: Ends the jobs, whatever happened.
-        connect: Returns a client of the broker with the given token.
 
     Raises:
         GpuhubError: It cannot be validated; nothing has run then.
     """
     identity = await asyncio.to_thread(find_identity, cluster.users, paths.state, user)
-    with issue_token(paths, user, TOKEN_S, cluster.database) as token:
-        client = connect(token)
+    async with run_as_user(cluster, paths, user, administrator) as (client, runner):
         daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
         try:
             [usage] = await client.usage()
-            chosen = build_plan(await client.cluster(), usage, user)
-            async with end_jobs(JobRunner(client, administrator)) as runner:
-                validation = Validation(
-                    plan=chosen,
-                    runner=runner,
-                    cluster=client,
-                    find_containers=lambda leases: _find_containers(daemons, paths.instance, leases),
-                    uid=identity.uid,
-                    steps=steps,
-                )
-                return await validation.run()
+            validation = Validation(
+                plan=build_plan(await client.cluster(), usage, user),
+                runner=runner,
+                cluster=client,
+                find_containers=lambda leases: _find_containers(daemons, paths.instance, leases),
+                uid=identity.uid,
+                steps=steps,
+            )
+            return await validation.run()
         finally:
             daemons.close()
-            await client.close()
-
-
-@asynccontextmanager
-async def end_jobs(runner: JobRunner) -> AsyncIterator[JobRunner]:
-    """Yield the runner, and end its jobs in any case."""
-    try:
-        yield runner
-    finally:
-        await runner.end_all()
 
 
 async def _find_containers(daemons: DockerClients, instance: str, leases: set[str]) -> list[str]:

@@ -12,10 +12,10 @@ import pytest
 
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.validation.jobs import JobRunner, ValidationJob
+from gpuhub.ops.validation.jobs import JobRunner, ValidationJob, end_jobs
 from gpuhub.ops.validation.plan import build_plan
 from gpuhub.ops.validation.report import Outcome, Report
-from gpuhub.ops.validation.validation import Validation, end_jobs
+from gpuhub.ops.validation.validation import Validation
 from tests.support.broker.in_process import Running, Setting, asgi_broker, until
 from tests.support.validation import UID, SimulatedPrograms
 
