@@ -15,10 +15,10 @@ from gpu_launch.output.rank_monitor import RankMonitor
 from gpu_launch.worker import agent
 
 _STEP_S = 0.05  # seconds between polls of the thread that releases the workers
-_QUICK_S = 0.3  # seconds it may take before it is shown
-_INTERRUPT_S = 1.0  # seconds ranks have to end after the user's interrupt
+_QUICK_S = 0.3  # seconds that the end may take before its progress is shown
+_INTERRUPT_S = 1.0  # seconds that ranks have to end after the user's interrupt
 _CANCELLED_S = 2.0  # seconds for a cancelled start to stop
-#: Seconds for agents to confirm that nothing of the run is left: where the workers are not used again anyway, and else.
+#: Seconds for agents to confirm that nothing of the run is left: if the workers will not be used again, and otherwise.
 _UNPROVEN_S, _FINISHED_S = 5.0, 20.0
 
 

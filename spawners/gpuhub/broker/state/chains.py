@@ -16,7 +16,7 @@ from gpuhub.domain.models import JobRow
 def update_dependents(transaction: Transaction, ended: JobRow) -> None:
     """Release or stop the jobs that wait for a job that has ended, and let the next job of its array wait for GPUs."""
     for run in dict.fromkeys(run for run in (ended.run_id, ended.array) if run is not None):
-        for job in _in_order(transaction, transaction.index.find("after", ended.owner, run)):
+        for job in _sort_jobs(transaction, transaction.index.find("after", ended.owner, run)):
             _update_dependent(transaction, job, ended, run)
     if ended.array is not None:
         fill_array(transaction, ended.owner, ended.array)
@@ -24,7 +24,7 @@ def update_dependents(transaction: Transaction, ended: JobRow) -> None:
 
 def fill_array(transaction: Transaction, owner: str, array: str) -> None:
     """Release as many held jobs of an array as its limit permits, in the order of their requests."""
-    jobs = _in_order(transaction, transaction.index.find("array", owner, array))
+    jobs = _sort_jobs(transaction, transaction.index.find("array", owner, array))
     held = [job for job in jobs if transaction.leases[job.lease_id].is_held]
     ready = [job for job in held if job.after is None]
     if not ready:
@@ -35,7 +35,7 @@ def fill_array(transaction: Transaction, owner: str, array: str) -> None:
         transaction.put_lease(transaction.leases[job.lease_id].evolve(is_held=False))
 
 
-def _in_order(transaction: Transaction, job_ids: Iterable[str]) -> list[JobRow]:
+def _sort_jobs(transaction: Transaction, job_ids: Iterable[str]) -> list[JobRow]:
     """Return jobs in the order of their requests."""
     jobs = [transaction.jobs[job_id] for job_id in job_ids]
     return sorted(jobs, key=lambda job: transaction.leases[job.lease_id].seq)

@@ -14,12 +14,13 @@ from gpuhub.scheduler.interface import PendingReason, Scheduler
 REFRESH_S = 1.0
 #: With more waiting requests than this, positions are not computed more often.
 MANY = 200
-#: Fraction of the time that may be spent on pending reasons, and the most at once, seconds.
+#: Fraction of the time that may be spent on pending reasons, and the maximum between two refreshes, seconds.
 BUDGET_SHARE = 0.1
 BUDGET_S = 0.05
 #: An expected start that moved by less counts as unchanged, seconds.
 _SAME_S = 60.0
-_IN_LINE = "it waits for its turn"
+#: Text of a request whose reason was not computed yet.
+_UNEXPLAINED = "it waits for its turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +51,19 @@ class QueuePositions(Mapping[str, QueuePosition]):
         self._positions: dict[str, int] = {}
         self._positions_cache: dict[str, QueuePosition] = {}
         self._fresh: set[str] = set()
-        self._seen: object = None
-        self._at = float("-inf")
+        self._seen_snapshot: object = None
+        self._refreshed_at = float("-inf")
         self._budget_s = BUDGET_S
 
     def refresh(self) -> QueuePositions:
         """Drop outdated positions, and return itself."""
         waiting = self._ledger.index.find("waiting")
-        age = self._clock.monotonic() - self._at
-        is_same = self._seen is self._ledger.snapshot or len(waiting) > MANY
+        age = self._clock.monotonic() - self._refreshed_at
+        is_same = self._seen_snapshot is self._ledger.snapshot or len(waiting) > MANY
         if self._ledger.is_writing or (is_same and age < REFRESH_S):
             return self
         self._budget_s = min(BUDGET_S, self._budget_s + age * BUDGET_SHARE)
-        self._seen, self._at = self._ledger.snapshot, self._clock.monotonic()
+        self._seen_snapshot, self._refreshed_at = self._ledger.snapshot, self._clock.monotonic()
         order = self._scheduler.order_requests(self._clock.now()) if waiting else []
         self._positions = {lease: position for position, lease in enumerate(order, start=1)}
         self._fresh.clear()
@@ -100,14 +101,14 @@ class QueuePositions(Mapping[str, QueuePosition]):
     def _explain(self, lease_id: str, old: QueuePosition | None) -> PendingReason:
         position = self._positions.get(lease_id, len(self._positions) + 1)
         if self._budget_s <= 0:
-            text, start = (_IN_LINE, None) if old is None else (old.text, old.expected_start)
+            text, start = (_UNEXPLAINED, None) if old is None else (old.text, old.expected_start)
             return PendingReason(position=position, text=text, expected_start=start)
         began = self._clock.monotonic()
         try:
             reason = self._scheduler.explain_pending(lease_id, self._clock.now())
         except KeyError:
             # The request is granted, and the grant is being written.
-            return PendingReason(position=position, text=_IN_LINE, expected_start=None)
+            return PendingReason(position=position, text=_UNEXPLAINED, expected_start=None)
         self._budget_s -= self._clock.monotonic() - began
         self._fresh.add(lease_id)
         return reason
