@@ -179,7 +179,7 @@ def collect_results(folder: Path, ranks: int) -> tuple[list[Any], dict[str, list
     }
     if problems:
         lines = "\n".join(dict.fromkeys(problems))
-        raise LaunchFailed(f"All ranks ended well, but not everything came back:\n{lines}\nThe rest is in {folder}")
+        raise LaunchFailed(f"All ranks ended well, but not all values were returned:\n{lines}\nThe rest is in {folder}")
     remove_folder(folder)
     return (results if has_results else []), returned
 

@@ -99,8 +99,8 @@ OPTIONS: tuple[LaunchOption, ...] = (
         "--guests",
         section=_PARTS,
         surfaces=(_COMMAND,),
-        help="run the job on a machine that somebody lends (a guest), and only there: its folder is sent to the guest, "
-        "whose owner can read it, and what it wrote comes back to ~/guest-results; for one node",
+        help="run the job on a guest, a machine that its owner lends, and only there: its folder is sent to the guest, "
+        "whose owner can read it, and what it wrote is copied to ~/guest-results; for one node",
     ),
     LaunchOption(
         "--priority",

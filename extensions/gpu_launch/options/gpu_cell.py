@@ -42,8 +42,8 @@ USAGE = f"""\
 %gpu                 show the worker, and which variables are there alone
 %gpu --stop          release the GPU
 
-The cell gets the notebook's variables that it uses, and what it makes or changes comes back. The worker stays with the
-notebook until others wait for GPUs, or no cell has run for a while; the next use then takes a GPU again.
+The cell gets the notebook's variables that it uses, and what it makes or changes is copied back. The worker stays with
+the notebook until others wait for GPUs, or no cell has run for a while; the next use then takes a GPU again.
 
   --gpus N               GPUs of one node that the cell sees (1)
   --send NAME[,NAME...]  send these variables too, such as those that a string names

@@ -191,7 +191,7 @@ def _format_headline(first: RankEnd, others: Sequence[RankEnd], lost: Sequence[s
         if lost:
             return f"{rank_text} lost a peer: {'; '.join(lost)}"
         if timeout := _PEER_TIMEOUT.search(error):
-            return f"{rank_text} waited for its peers{_format_wait(timeout)} in vain{_format_absent(others)}"
+            return f"{rank_text} waited for its peers{_format_wait(timeout)} without an answer{_format_absent(others)}"
         if _LOST_PEER.search(error):
             return f"{rank_text} lost a peer{_format_absent(others)}"
     return (

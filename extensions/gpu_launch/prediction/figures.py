@@ -133,7 +133,7 @@ def keep_cluster_bench(home: Path, data: Mapping[str, Any]) -> None:
         bench = parse_bench(data)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"what the cluster's administrator measured is no bench of this version ({error!r}). "
+            f"what the cluster's administrator measured is not a bench of this version ({error!r}). "
             "Measure with %gpu_bench --nnodes N."
         ) from None
     write_json(home / _FOLDER / _CLUSTER_BENCH, bench)
@@ -155,7 +155,7 @@ def read_bench(home: Path) -> Bench:
             "Measure them with %gpu_bench --nnodes N, or gpu-launch bench --nnodes N."
         ) from None
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{path} is no bench of this version. Measure again with %gpu_bench --nnodes N.") from None
+        raise UsageError(f"{path} is not a bench of this version. Measure again with %gpu_bench --nnodes N.") from None
 
 
 def parse_bench(data: Mapping[str, Any]) -> Bench:

@@ -80,7 +80,7 @@ def _add_adapter(model: Any, folder: Path | None) -> Any:
     from peft import PeftModel
 
     if not (folder / "adapter_config.json").is_file():
-        raise UsageError(f"{folder}: this is no folder with an adapter, such as the folder `adapter` of a fine-tuning.")
+        raise UsageError(f"{folder}: it is not a folder with an adapter, such as `adapter` of a fine-tuning.")
     return PeftModel.from_pretrained(model, folder)
 
 

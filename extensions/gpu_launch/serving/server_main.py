@@ -114,7 +114,7 @@ class _Rank:
         )
         endpoint = build_endpoint(engine, self._model, self._folder, name=asked.name, context=need.context)
         server = http_server.start_server(endpoint, asked.port)
-        idle = f", until nobody asks for {format_span(asked.idle_s)}" if asked.idle_s else ""
+        idle = f", until there is no request for {format_span(asked.idle_s)}" if asked.idle_s else ""
         _print(
             f"{asked.name} is served on port {asked.port}: {need.slots} sequences of {need.context} tokens at the same "
             f"time{idle}"

@@ -136,7 +136,7 @@ class CellRun:
                 returned[name].append(exchange.load_result(data, f"rank {rank}: {name}", problems))
         if problems:
             text = "\n".join(problems)
-            raise LaunchFailed(f"The cell ended well, but not everything came back:\n{text}")
+            raise LaunchFailed(f"The cell ended well, but not all variables were copied back:\n{text}")
         return returned
 
     def _handle(self, message: ControlMessage) -> None:

@@ -239,7 +239,7 @@ def check_group(number: int, device: Any, *, limit_s: float) -> str:
         deadline = time.monotonic() + limit_s
         while not work.is_completed():
             if time.monotonic() > deadline:
-                return f"a small all_reduce has not come back within {limit_s:g} s"
+                return f"a small all_reduce has not ended within {limit_s:g} s"
             time.sleep(_POLL_S)
         work.wait()
         total, expected = value.item(), float(number * dist.get_world_size())

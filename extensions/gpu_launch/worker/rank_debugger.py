@@ -87,7 +87,7 @@ class RankDebugger:
             sys.__breakpointhook__(*arguments, **options)
         elif os.getpid() != self._pid:
             # Such as a DataLoader's: the rank's debugger is not theirs.
-            sys.stderr.write("gpu_launch: breakpoint() in a process that a rank has forked is passed over\n")
+            sys.stderr.write("gpu_launch: breakpoint() in a process that a rank has forked is ignored\n")
         elif not self._is_released and self._chosen in (None, self._rank):
             self._trace(sys._getframe(1), "breakpoint", wait_s=self._wait_s)
 

@@ -57,7 +57,7 @@ def backup(
     result = write_backup(file.absolute(), head, cluster, passphrase)
     for note in result.notes:
         console.write(f"Not in the backup: {note}.")
-    kept = "encrypted" if passphrase else "NOT encrypted: whoever reads it can log in as anyone"
+    kept = "encrypted" if passphrase else "NOT encrypted: a person who can read it can log in as any user"
     console.write(f"{file}: {result.count} files, {format_size(result.size)}, {kept}. Users' homes are not in it.")
 
 
@@ -107,7 +107,7 @@ def restore(
             if not replace:
                 raise SetupError("nothing was restored: add --replace to replace these; they are kept aside")
         console.write(
-            "Notebooks and jobs that started after the backup are ended by the next `make up`, as nobody knows them."
+            "The next `make up` ends notebooks and jobs that are not in the backup, as they started after it."
         )
         if not yes:
             console.confirm(f"Restore it to {paths.state}?")

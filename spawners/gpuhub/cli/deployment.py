@@ -36,7 +36,7 @@ from gpuhub.config.settings import ClusterSettings, find_backends
 @click.option(
     "--monitoring/--no-monitoring",
     default=None,
-    help="Run Prometheus beside the hub, on loopback; default: as chosen last.",
+    help="Run Prometheus on the head node, on loopback; default: as chosen last.",
 )
 def up(
     paths: Paths,

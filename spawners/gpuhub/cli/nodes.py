@@ -333,7 +333,7 @@ def remove(
 
         console = AdminConsole()
         if not yes:
-            console.confirm(f"Remove the guest {name}? Jobs there end, and their files do not come back.")
+            console.confirm(f"Remove the guest {name}? Jobs there end, and their files are not copied back.")
         invitation.remove_guest(
             name, paths, cluster_file, console, lambda: start_instance(paths, cluster_file, hub_config)
         )

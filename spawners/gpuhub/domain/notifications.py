@@ -107,7 +107,7 @@ def build_time_left(lease: LeaseRow, left_s: float) -> NotificationRow:
         key=f"time-left:{lease.id}:{lease.expires_at or 0:.0f}",
         owner=lease.owner,
         title=f"{format_span(left_s)} left: {_describe_gpus(lease.gpus) or ', '.join(lease.nodes)}",
-        body=f"{what} reaches its time limit then. Extend it on the hub's page of GPUs if nobody waits for its GPUs.",
+        body=f"{what} reaches its time limit then. Extend it on the hub's page of GPUs unless others wait for them.",
         valid_s=left_s,
     )
 

@@ -90,7 +90,7 @@ def _check(recipe: Recipe, head: YamlItem) -> None:
     """Refuse what no job can have."""
     task = recipe.task
     if recipe.module and (task.run.strip() or task.setup.strip()):
-        raise head.build_error("has a `module`, which stands instead of `run` and `setup`.")
+        raise head.build_error("has a `module`, which replaces `run` and `setup`.")
     if recipe.arguments and not recipe.module:
         raise head.build_error("has `arguments` without a `module`: commands in `run` read the variables RECIPE_….")
     if task.workdir or task.file_mounts:

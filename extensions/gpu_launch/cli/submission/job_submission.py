@@ -146,7 +146,7 @@ def fit_to_cluster(asked: RunArguments, options: LaunchOptions, cluster: Cluster
         UsageError: for what the cluster never has.
     """
     if asked.gpus is not None and not {"nnodes", "nproc_per_node"}.isdisjoint(asked.values):
-        raise UsageError("--gpus stands instead of --nnodes and --nproc-per-node.")
+        raise UsageError("--gpus replaces --nnodes and --nproc-per-node.")
     if asked.gpus is not None and asked.indexes is not None:
         raise UsageError("--array and --gpus exclude each other: each task of an array has one GPU.")
     options = replace(options, demand=plan.name_models(options.demand, cluster))

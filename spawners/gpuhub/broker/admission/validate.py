@@ -295,7 +295,7 @@ def check_consistency(request: JobRequest) -> None:
         InvalidRequest: They do; the message names them.
     """
     if request.gpus is not None and (request.nnodes, request.nproc_per_node) != (1, 1):
-        raise InvalidRequest("gpus: stands instead of nnodes and nproc_per_node, which must then be 1")
+        raise InvalidRequest("gpus: replaces nnodes and nproc_per_node, which must then be 1")
     if request.gpus is not None and request.min_nnodes is not None:
         raise InvalidRequest("gpus: a job on any nodes cannot be elastic; leave min_nnodes out")
     if request.min_nnodes is not None and request.min_nnodes > request.nnodes:

@@ -80,7 +80,7 @@ _RESERVED_PREFIXES = ("GPUHUB_", "GPU_LAUNCH_", "JUPYTER", "JPY_", "IPP_", "NVID
 
 def _check_data(folder: str) -> str:
     if not any(folder.startswith(f"{root}/") for root in DATA_ROOTS):
-        raise ValueError(f"{folder!r} is no folder for data: choose one below {', '.join(DATA_ROOTS)}")
+        raise ValueError(f"{folder!r} is not a folder for data: choose one below {', '.join(DATA_ROOTS)}")
     return folder
 
 

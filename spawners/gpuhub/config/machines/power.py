@@ -189,7 +189,7 @@ def find_power_mistakes(
             )
         if node.desktop and node.power.merge(base).idle:
             yield (
-                f"{where}.idle: somebody works at the machine's screen (desktop = true), which gpuhub does not see: "
+                f"{where}.idle: a user works at the machine's screen (desktop = true), which gpuhub does not see: "
                 'write idle = "0s", and let the desktop suspend itself'
             )
 

@@ -1,7 +1,7 @@
 """Tells a machine to suspend or to power off, from a short-lived container that runs the machine's own systemctl.
 
 Access to the Docker daemon is all that gpuhub has on a node (decision 0025), over SSH as well as over TLS, and it
-suffices: the container enters the machine's mounts. systemd refuses while somebody is logged in there, or while a
+suffices: the container enters the machine's mounts. systemd refuses while a user is logged in there, or while a
 program asks for no sleep.
 """
 

@@ -21,7 +21,7 @@ def prepare_folder(path: Path, uid: int, gid: int) -> None:
     except FileExistsError:
         found = path.lstat()
         if path.is_symlink() or not path.is_dir():
-            raise SystemExit("it is no folder") from None
+            raise SystemExit("it is not a folder") from None
         if found.st_uid == uid:
             return
         if found.st_uid != 0 or any(path.iterdir()):

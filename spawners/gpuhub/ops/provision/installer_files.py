@@ -141,7 +141,7 @@ def _build_user_data(request: InstallerRequest) -> str:
         ],
         "shutdown": "reboot",
     }
-    usage = "Put it as `user-data`, beside an empty `meta-data`, where Ubuntu's installer finds it (docs/nodes.md)."
+    usage = "Put it as `user-data`, next to an empty `meta-data`, where Ubuntu's installer finds it (docs/nodes.md)."
     head = _build_head(request, usage, "the LARGEST disk")
     # cloud-init recognises the file by its first line.
     return f"#cloud-config\n{head}\n{_format_yaml({'autoinstall': autoinstall})}"

@@ -157,7 +157,8 @@ def load_report(file: Path) -> Report:
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise InvalidRequest(f"{file} is no report of `gpuhub validate --json`: {error.errors()[0]['msg']}") from error
+        text = f"{file} is not a report of `gpuhub validate --json`: {error.errors()[0]['msg']}"
+        raise InvalidRequest(text) from error
     if report.format != FORMAT:
         raise InvalidRequest(f"{file} has form {report.format} of the report, but this gpuhub reads form {FORMAT}")
     return report

@@ -86,7 +86,7 @@ class JobRecordStore:
 
     def _file(self, lease_id: str) -> Path:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", lease_id):
-            raise InvalidRequest(f"{lease_id[:80]!r} is no lease")
+            raise InvalidRequest(f"{lease_id[:80]!r} is not the id of a lease")
         return self._folder / f"{lease_id}.json"
 
 

@@ -228,7 +228,7 @@ def test_process_that_a_rank_forked_passes_over_breakpoints(node):
     )
     assert node.end()["code"] == 0
     assert node.text() == "7\n"
-    assert "in a process that a rank has forked is passed over" in node.text("stderr")
+    assert "in a process that a rank has forked is ignored" in node.text("stderr")
 
 
 def test_editor_attaches_through_debugpy(node):

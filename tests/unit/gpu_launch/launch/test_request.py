@@ -183,7 +183,7 @@ def test_prediction_takes_the_administrators_bench_where_the_user_has_none(tmp_p
         validate(wanted, broker)
         assert figures.read_bench(tmp_path).cards[0].flops == flops
     broker.get_bench.return_value = {"cards": "many"}
-    with pytest.raises(UsageError, match="what the cluster's administrator measured is no bench of this version"):
+    with pytest.raises(UsageError, match="what the cluster's administrator measured is not a bench of this version"):
         validate(wanted, broker)
     own = measured.build_bench(3e13)
     figures.write_json(figures.get_bench_path(tmp_path), own)

@@ -126,7 +126,7 @@ GOLDEN = [
     (
         "a collective that waits for a rank that hangs, and one that had finished",
         [end(0, -6, WATCHDOG), end(1, None), end(2, 0)],
-        "rank 0 on rig1 waited for its peers for 10 min in vain: rank 2 (rig3) had finished already, "
+        "rank 0 on rig1 waited for its peers for 10 min without an answer: rank 2 (rig3) had finished already, "
         "rank 1 (rig2) did not answer\n\n"
         "[E1121 12:00:00.5 ProcessGroupNCCL.cpp:685] [Rank 0] Watchdog caught collective operation timeout: "
         "WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600012 milliseconds.\n"

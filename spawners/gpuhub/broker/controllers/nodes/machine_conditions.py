@@ -70,7 +70,7 @@ def list_conditions(record: NodeStatus, condition: NodeCondition, head_error: st
         error,
         begin=f"The GPUs of {name} cannot be read",
         end=f"The GPUs of {name} can be read again",
-        effect="They are not given to anyone",
+        effect="They are not granted",
     )
     if error is None:
         for gpu in record.gpus:
@@ -78,7 +78,7 @@ def list_conditions(record: NodeStatus, condition: NodeCondition, head_error: st
 
 
 def _list_gpu_conditions(record: NodeStatus, gpu: GpuReading) -> Iterator[Condition]:
-    card, effect = f"GPU {gpu.index} ({gpu.model}) of {record.name}", "It is not given to anyone"
+    card, effect = f"GPU {gpu.index} ({gpu.model}) of {record.name}", "It is not granted"
     yield _build(
         NotificationKind.GPU_FAILED,
         f"gpu:{gpu.uuid}",

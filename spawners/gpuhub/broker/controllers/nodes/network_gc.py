@@ -35,10 +35,10 @@ class NetworkCollector:
                     self._daemons, self._core.cluster, self._daemons.instance, self._owners
                 )
             except GpuhubError as error:
-                log.info("networks that nobody uses stay for now: %s", error)
+                log.info("unused networks stay for now: %s", error)
             else:
                 if removed:
-                    log.info("removed networks that nobody used: %s", ", ".join(removed))
+                    log.info("removed unused networks: %s", ", ".join(removed))
 
 
 class _Owners(Collection[str]):

@@ -38,7 +38,7 @@ def check_link(link: LinkFacts | None) -> Iterator[Finding]:
     if link.is_wireless:
         yield warning(
             "link",
-            f"{link.interface} is Wi-Fi: images, homes and launches on several nodes share the air with everybody",
+            f"{link.interface} is Wi-Fi: images, homes and launches over nodes share its channel with other devices",
             "connect the node with a cable, and use the cable's address in cluster.toml",
         )
         return

@@ -46,6 +46,6 @@ def check_power(view: NodeView) -> list[Finding]:
         warning(
             "power",
             view.power.error,
-            "see docs/nodes.md: the card and the firmware must allow Wake-on-LAN, and nobody be logged in",
+            "see docs/nodes.md: the card and the firmware must allow Wake-on-LAN, and no user may be logged in",
         )
     ]

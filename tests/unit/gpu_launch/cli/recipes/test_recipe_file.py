@@ -79,7 +79,7 @@ def test_four_recipes_are_shipped() -> None:
         ("recipe: {}\nrun: x", "line 1: recipe needs a `description`."),
         ("recipe: {description: d}", "it has no `run` commands."),
         ("recipe: {description: d, modul: x}\nrun: x", "line 1: recipe.modul is not known; a recipe's head has"),
-        ("recipe: {description: d, module: x}\nrun: x", "has a `module`, which stands instead of `run`"),
+        ("recipe: {description: d, module: x}\nrun: x", "has a `module`, which replaces `run`"),
         ("recipe: {description: d, module: 'x; y'}", "recipe.module is the name of a Python module"),
         ("recipe: {description: d, arguments: [a]}\nrun: x", "has `arguments` without a `module`"),
         ("recipe: {description: d, module: x, arguments: [$RECIPE_B]}", "has the argument $RECIPE_B, and"),

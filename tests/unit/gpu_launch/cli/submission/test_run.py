@@ -318,7 +318,7 @@ def test_a_job_that_the_broker_ended_fails_with_its_reason(
     [
         (["run", "trai.py"], "There is no script trai.py in"),
         (["run", "--gpus", "9", "train.py"], "--gpus 9: the cluster has 4 GPUs in total"),
-        (["run", "--gpus", "2", "--nnodes", "2", "train.py"], "--gpus stands instead of"),
+        (["run", "--gpus", "2", "--nnodes", "2", "train.py"], "--gpus replaces"),
         (["run", "--model", "A100", "train.py"], "--model A100: the cluster has RTX 5070, RTX 5090"),
         (
             ["run", "--nnodes", "4", "train.py"],

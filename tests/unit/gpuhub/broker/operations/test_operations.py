@@ -349,7 +349,7 @@ async def test_array_is_accepted_as_a_whole_or_not_at_all(setting: Setting) -> N
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
-        ({"gpus": 2, "nnodes": 2}, "gpus: stands instead of nnodes"),
+        ({"gpus": 2, "nnodes": 2}, "gpus: replaces nnodes"),
         ({"gpus": 2, "min_nnodes": 1}, "gpus: a job on any nodes cannot be elastic"),
         ({"nnodes": 1, "min_nnodes": 2}, "min_nnodes: 2 is more than nnodes, 1"),
     ],

@@ -79,7 +79,7 @@ def test_commands_are_lists_of_words(tmp_path: Path) -> None:
         ([RIG1, RIG2, WAKE, '[slurm]\npartition = "gpu"\n'], "takes a node for resumed only after it has booted"),
         ([RIG1, WAKE], "power: docker = 'unix:///run/docker.sock' is the head node itself"),
         ([RIG2, WAKE, RIG3, WAKE], "'rig2': power: one node at least has to stay on"),
-        ([RIG1, RIG2, "desktop = true\n", WAKE], "power.idle: somebody works at the machine's screen"),
+        ([RIG1, RIG2, "desktop = true\n", WAKE], "power.idle: a user works at the machine's screen"),
         ([RIG1, RIG2, WAKE, '[storage]\nhome = "nfs://10.0.0.12/h/{username}"\n'], "power: '10.0.0.12' serves files"),
         ([RIG1, RIG2, WAKE, '[storage]\ndatasets = "nfs://rig2/data"\n'], "power: 'rig2' serves files"),
         ([RIG1, RIG2.replace("10.0.0.12", "127.0.0.1"), WAKE], "power: 127.0.0.1 is this machine"),

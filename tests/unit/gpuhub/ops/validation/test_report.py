@@ -50,8 +50,8 @@ def test_json_is_read_again(tmp_path: Path) -> None:
     ("text", "error"),
     [
         (None, "cannot be read: No such file"),
-        ("{}", "is no report of `gpuhub validate --json`"),
-        ("nothing", "is no report"),
+        ("{}", "is not a report of `gpuhub validate --json`"),
+        ("nothing", "is not a report"),
         (build_report().model_copy(update={"format": 2}).model_dump_json(), "has form 2"),
     ],
 )

@@ -73,7 +73,7 @@ def test_whatever_keeps_a_gpu_from_being_granted_is_reported(changes: dict[str, 
     assert titles(machines, broken) == []
     accepted = broken.evolve(gpu_error=None, gpus=(CARD,), faults={"GPU-1": (replace(FAULT, accepted_by="root"),)})
     assert [*(row.title for row in begins), *titles(machines, accepted)] == titles_then
-    assert all("not given to anyone" in row.body and row.kind is NotificationKind.GPU_FAILED for row in begins)
+    assert all("not granted" in row.body and row.kind is NotificationKind.GPU_FAILED for row in begins)
 
 
 def test_full_disk_of_the_head_node_is_reported_once() -> None:
