@@ -50,31 +50,43 @@ PIPELINE = """
 """
 #: Of the pipeline's tasks.
 STEPS = ("prepare", "train", "report")
-#: Each task of the job group waits until the other one runs.
+#: One task of the job group serves, and the other one asks it, by its name in the network.
 GROUP = """
     name: pair
     execution: parallel
     ---
     name: left
     workdir: .
-    run: python meet.py left right
+    run: python serve.py
     ---
     name: right
     num_nodes: 2
     workdir: .
-    run: test $SKYPILOT_NODE_RANK = 1 || python meet.py right left
+    run: test $SKYPILOT_NODE_RANK = 1 || python ask.py http://left-0.$SKYPILOT_JOBGROUP_NAME:8123
 """
-MEET = """
-    import pathlib, sys, time
-    own, other = (pathlib.Path.home() / "sequence" / f"meet-{name}" for name in sys.argv[1:3])
-    own.parent.mkdir(exist_ok=True)
-    own.touch()
+SERVE = """
+    import http.server
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"weights")
+
+    http.server.HTTPServer(("", 8123), Handler).handle_request()
+    print("served", flush=True)
+"""
+ASK = """
+    import sys, time, urllib.request
     deadline = time.monotonic() + 60
-    while not other.exists():
-        if time.monotonic() > deadline:
-            sys.exit(f"{sys.argv[2]} does not run")
-        time.sleep(0.1)
-    print("met", sys.argv[2], flush=True)
+    while True:
+        try:
+            print("got", urllib.request.urlopen(sys.argv[1], timeout=10).read().decode(), flush=True)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                sys.exit(f"{sys.argv[1]}: {error}")
+            time.sleep(0.2)
 """
 pytestmark = pytest.mark.backend("builtin")
 
@@ -175,12 +187,14 @@ def test_tasks_of_a_file_run_one_after_another(laptop: Laptop, records: Records)
     assert all(before[0][1] < after[0][0] for before, after in itertools.pairwise(times))
 
 
-def test_tasks_of_a_job_group_run_at_the_same_time(laptop: Laptop):
-    """Each as a job of its own, and both see the files in their user's home."""
+def test_tasks_of_a_job_group_find_each_other(laptop: Laptop):
+    """They start together, each as a job of its own, with names in their user's network."""
     laptop.write("group.yaml", GROUP)
-    laptop.write("meet.py", MEET)
+    laptop.write("serve.py", SERVE)
+    laptop.write("ask.py", ASK)
     jobs = json.loads(laptop.run("run", "--json", "group.yaml"))
     ended = wait_for_end(laptop, *(job["run_id"] for job in jobs))
     assert [(job["name"], job["gpus"], job["exit_code"]) for job in ended] == [("left", 1, 0), ("right", 2, 0)]
-    assert "met right" in laptop.run("logs", ended[0]["run_id"])
-    assert "met left" in laptop.run("logs", ended[1]["run_id"])
+    assert "served" in laptop.run("logs", ended[0]["run_id"])
+    assert "got weights" in laptop.run("logs", ended[1]["run_id"])
+    assert laptop.run("ps", ended[0]["array"]).splitlines()[-1] == f"2 tasks of {ended[0]['array']}: 2 done"

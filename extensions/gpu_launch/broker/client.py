@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -181,13 +181,27 @@ class BrokerClient:
             body["max_running"] = max_running
         return [models.parse_job(task) for task in self._request_jobs("/jobs/arrays", body)]
 
-    def check_job(self, *, count: int | None, demand: GpuRequest, **job: Any) -> None:
-        """Refuse what `create_job`, or `create_array` of `count` tasks, would be refused for; create nothing.
+    def create_group(self, run_id: str, jobs: Sequence[Mapping[str, Any]]) -> list[models.Job]:
+        """Request a job group, whose jobs get their GPUs at the same moment; all are accepted, or none.
 
-        `job` has the other arguments of `create_job`. A broker of an earlier version checks nothing.
+        Each of `jobs` has the arguments of `create_job`. Repeated run ids return the same jobs.
         """
+        body = {"run_id": run_id, "jobs": [_build_job_request(**job) for job in jobs]}
+        return [models.parse_job(job) for job in self._request_jobs("/jobs/groups", body)]
+
+    def check_job(
+        self, *, count: int | None, demand: GpuRequest, others: Sequence[Mapping[str, Any]] = (), **job: Any
+    ) -> None:
+        """Refuse what `create_job`, `create_array` of `count` tasks or `create_group` would be refused for.
+
+        Nothing is created. `job` has the other arguments of `create_job`, and `others` those of the further jobs of a
+        job group. A broker of an earlier version checks nothing.
+        """
+        body: dict[str, Any] = {"job": _build_job_request(demand, **job), "count": count}
+        if others:
+            body["others"] = [_build_job_request(**other) for other in others]
         try:
-            self._request_jobs("/jobs/check", {"job": _build_job_request(demand, **job), "count": count})
+            self._request_jobs("/jobs/check", body)
         except BrokerError as error:
             if error.status != HTTPStatus.METHOD_NOT_ALLOWED:
                 raise

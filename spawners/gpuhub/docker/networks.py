@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,7 @@ async def connect_container(
     container: str,
     network: UserNetwork,
     *,
+    aliases: Sequence[str] = (),
     report_retry: Callable[[], None] = lambda: None,
 ) -> None:
     """Connect a container to a user's network, unless it is connected.
@@ -137,6 +138,7 @@ async def connect_container(
     again for a while; for a moment the daemon then may not know the network at all.
 
     Args:
+        aliases: Further names of the container for the others in the network.
         report_retry: Called before the second attempt.
     """
     began = asyncio.get_running_loop().time()
@@ -145,7 +147,7 @@ async def connect_container(
         try:
             await daemons.run(
                 node,
-                lambda client: client.connect_container_to_network(container, network.id),
+                lambda client: client.connect_container_to_network(container, network.id, aliases=list(aliases)),
                 kind=CallKind.SWARM,
             )
         except GpuhubError as error:

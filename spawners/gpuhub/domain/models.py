@@ -56,6 +56,8 @@ class ResourceRequest:
     shm_mib: int | None = None
     #: A notebook that may be suspended for others while it is idle.
     suspendable: bool = True
+    #: Run id of the job group whose waiting requests are granted at the same moment; None for a request by itself.
+    bundle: str | None = None
 
     @property
     def requirement(self) -> GpuRequirement:

@@ -37,6 +37,7 @@ def build_resume_request(lease: LeaseRow) -> SchedulingRequest:
         left_s = lease.suspension.left_s
     return replace(
         build_request(lease),
+        bundle=None,
         created_at=since,
         requirement=GpuRequirement(uuid=lease.gpus[0].uuid),
         exclude=frozenset(),
@@ -61,6 +62,7 @@ def build_host_allocation(lease: LeaseRow, job: JobRow | None) -> Allocation:
     request = replace(
         build_request(lease),
         id=f"{lease.id}{HOST_SUFFIX}",
+        bundle=None,
         gpus_per_node=0,
         requirement=GpuRequirement(),
         exclusive=False,
@@ -111,6 +113,7 @@ def build_request(lease: LeaseRow) -> SchedulingRequest:
         cpu_by_gpu=resources.cpu_by_gpu,
         memory_by_gpu=resources.memory_by_gpu,
         slurm_job=lease.slurm_job,
+        bundle=None if resources.bundle is None else f"{lease.owner}/{resources.bundle}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpuhub.scheduler.backfill import PlannedStart, ProtectionTable, plan_start, protect_candidates, protect_start
+from gpuhub.scheduler.bundles import BundleMember, combine, list_members, place_members, plan_members, preempt_members
 from gpuhub.scheduler.feasibility import find_candidate_slots
 from gpuhub.scheduler.gang_placement import build_note, count_needed, place_request
 from gpuhub.scheduler.indexes.fit_index import CapacityMask
@@ -54,6 +55,7 @@ class SchedulingCycle:
         self.protections = ProtectionTable(self._state.capacity, self.now, self._state.reservations)
         self._protected_count = 0
         self._covered_cards: set[CardKey] = set()
+        self._served_bundles: set[str] = set()
         self._queue = RequestQueue(self._state.queues, self._state.group_of, self._penalties)
 
     def run(self) -> None:
@@ -83,6 +85,9 @@ class SchedulingCycle:
                 self._queue.mark_done(group, request.owner)
             elif not self.headroom.allows(request.owner, request):
                 self._queue.skip_owner(group, request.owner)
+            elif request.bundle is not None:
+                self._serve_bundle(request.bundle)
+                self._queue.mark_done(group, request.owner)
             else:
                 self._serve(group, request)
             if request_id == until:
@@ -130,6 +135,53 @@ class SchedulingCycle:
             self._queue.close_group(group)
         else:
             self._protect(group, request, indexes)
+
+    def _serve_bundle(self, bundle: str) -> None:
+        """Serve all requests of a bundle at the place of the first one in the queue."""
+        if bundle in self._served_bundles:
+            return
+        self._served_bundles.add(bundle)
+        members = list_members(bundle, self._state)
+        combined = combine(members)
+        if not self.headroom.allows(combined.owner, combined):
+            return
+        placed = place_members(
+            members, self._find_mask, self.headroom.remaining_gpus(combined.owner), self._state.capacity, self.now
+        )
+        if placed is not None:
+            for member in members:
+                self._grant(member.group, member.request, placed[member.request.id])
+        elif self._parameters.backfill or self._protects_all:
+            self._protect_bundle(members)
+        else:
+            for member in members:
+                self._protect_candidates(member.group, member.request, member.indexes)
+
+    def _find_mask(self, member: BundleMember) -> CapacityMask | None:
+        return self.protections.build_mask(member.request.time_limit_s, member.group.admitted)
+
+    def _protect_bundle(self, members: list[BundleMember]) -> None:
+        """Plan a moment at which all requests of a bundle start, by preemption if necessary, and protect it."""
+        capacity = self._state.capacity
+        may_preempt = all(self._may_preempt(member.request) for member in members)
+        if self._has_enough_protected() and not may_preempt:
+            return
+        starts = plan_members(members, self.protections, capacity)
+        is_released_now = starts is not None and starts[0].starts_at <= self.now
+        if not is_released_now and may_preempt:
+            found = preempt_members(members, self.protections, capacity)
+            if found is not None:
+                self._preempted = found.originals | self._preempted
+                self.preemptions += found.preemptions
+                starts, is_released_now = found.starts, True
+        if starts is None or (self._has_enough_protected() and not is_released_now):
+            return
+        self._protected_count += not is_released_now
+        for member, planned in zip(members, starts, strict=True):
+            self._covered_cards |= member.indexes.card_keys
+            self.planned_starts[planned.request.id] = planned
+            claims = self.protections.collect_claims(member.group.admitted)
+            self.protections.add(protect_start(planned, self.now, claims, capacity))
 
     def _grant(
         self, group: RequestGroup, request: SchedulingRequest, node_allocations: tuple[NodeAllocation, ...]

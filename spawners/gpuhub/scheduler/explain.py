@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.common.units import format_span
+from gpuhub.scheduler.bundles import combine, list_members
 from gpuhub.scheduler.cycle import SchedulingCycle
 from gpuhub.scheduler.feasibility import (
     MAX_NAMED,
@@ -37,9 +38,19 @@ def describe_wait(
     """Return one line: what a request asks for, and what blocks it after this cycle."""
     if request.id in cycle.grants:
         return f"{describe_request(request)}: next to be granted"
-    limit = cycle.headroom.explain(request)
+    members = [] if request.bundle is None else list_members(request.bundle, state)
+    limit = cycle.headroom.explain(combine(members) if members else request)
     if limit is not None:
         return limit
+    text = _describe_obstacles(request, group, cycle, state)
+    if len(members) > 1:
+        text += f"; it starts together with the other {len(members) - 1} of its job group"
+    return text
+
+
+def _describe_obstacles(
+    request: SchedulingRequest, group: RequestGroup, cycle: SchedulingCycle, state: SchedulerState
+) -> str:
     if not request.size:
         return _describe_wait_without_gpu(request, state)
     candidates = find_candidate_slots(request, state.capacity)

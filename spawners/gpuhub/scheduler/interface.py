@@ -120,6 +120,8 @@ class SchedulingRequest:
     memory_by_gpu: bool = False
     #: Id of the Slurm job of the lease; None without Slurm, and until it is submitted.
     slurm_job: int | None = None
+    #: Requests of one bundle are granted at the same moment, or none of them is; None for a request by itself.
+    bundle: str | None = None
 
     @property
     def names_cpu(self) -> bool:
@@ -408,6 +410,16 @@ class Scheduler(Protocol):
         Args:
             cards: The GPUs of every node of the cluster, reachable or not; None for a node whose GPUs are not known
                 yet.
+        """
+        ...
+
+    def explain_infeasible_bundle(
+        self, requests: Sequence[SchedulingRequest], cards: Mapping[str, Sequence[GpuSpec] | None]
+    ) -> str | None:
+        """Return why these requests, each of which can be granted, never all can at the same time; None if they can.
+
+        Args:
+            cards: As for `explain_infeasible`.
         """
         ...
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from gpuhub.common.gpu import GpuSpec
-from gpuhub.scheduler import explain, feasibility
+from gpuhub.scheduler import bundles, explain, feasibility
 from gpuhub.scheduler.cycle import SchedulingCycle
 from gpuhub.scheduler.feasibility import find_candidate_slots
 from gpuhub.scheduler.interface import (
@@ -86,6 +87,20 @@ class BaseScheduler:
     ) -> str | None:
         nodes = {name: node.capacity for name, node in self._state.capacity.nodes.items()}
         return feasibility.explain_infeasible(request, cards, nodes)
+
+    def explain_infeasible_bundle(
+        self, requests: Sequence[SchedulingRequest], cards: Mapping[str, Sequence[GpuSpec] | None]
+    ) -> str | None:
+        if any(of_node is None for of_node in cards.values()):
+            # A node whose GPUs are not known yet may have room.
+            return None
+        nodes = [node.capacity for node in self._state.capacity.nodes.values()]
+        idle = [
+            replace(node, takes_work=True, slots=tuple(replace(slot, available=True) for slot in node.slots))
+            for node in nodes
+        ]
+        snapshot = SchedulerSnapshot(nodes=idle, requests=requests)
+        return bundles.explain_infeasible(SchedulerState(snapshot, self._parameters, self._policy_factory))
 
     def report_usage(self, now: float) -> Mapping[str, OwnerUsage]:
         usage = self._state.usage

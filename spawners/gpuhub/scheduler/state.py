@@ -65,6 +65,8 @@ class SchedulerState:
         #: Waiting requests of each owner, in order.
         self.queues: dict[str, list[QueueEntry]] = {}
         self.group_of: dict[str, RequestGroup] = {}
+        #: Ids of the waiting requests of each bundle.
+        self._bundles: dict[str, set[str]] = {}
         self._fit_indexes: dict[DemandVariant, FitIndex] = {}
         self._availability_indexes: dict[DemandVariant, AvailabilityIndex] = {}
         self._group_indexes: dict[RequestGroup, VariantIndexes] = {}
@@ -98,6 +100,8 @@ class SchedulerState:
         insort(self.queues.setdefault(request.owner, []), build_entry(request, self.parameters))
         self._requests_since_update += 1
         self._join_group(request)
+        if request.bundle is not None:
+            self._bundles.setdefault(request.bundle, set()).add(request.id)
 
     def remove_request(self, request_id: str) -> None:
         request = self.requests.pop(request_id, None)
@@ -107,6 +111,10 @@ class SchedulerState:
         del entries[bisect_left(entries, entry)]
         if not entries:
             del self.queues[request.owner]
+        if request.bundle is not None:
+            self._bundles[request.bundle].discard(request_id)
+            if not self._bundles[request.bundle]:
+                del self._bundles[request.bundle]
         group = self.group_of.pop(request_id)
         group.remove(request.owner, entry)
         if not group.heads:
@@ -157,6 +165,10 @@ class SchedulerState:
     @property
     def groups(self) -> Iterable[RequestGroup]:
         return self._groups.values()
+
+    def list_bundle(self, bundle: str) -> list[SchedulingRequest]:
+        """Return the waiting requests of a bundle."""
+        return [self.requests[request_id] for request_id in self._bundles[bundle]]
 
     def get_indexes(self, group: RequestGroup) -> VariantIndexes:
         """Return the indexes of a group, built again if new cards have appeared."""
@@ -237,6 +249,7 @@ class SchedulerState:
             request.cpu_by_gpu,
             request.memory_by_gpu,
             request.groups & self.capacity.node_groups,
+            request.bundle,
             admitted,
         )
         group = self._groups.get(key)

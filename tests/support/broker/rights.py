@@ -87,6 +87,7 @@ DELETE /leases/{waiting}             | 200 |   H      H   Y   Y      H       Y  
 POST /reclaims                       | 200 |   N      N   N   N      N       N       Y      N    N
 POST /jobs                           | 201 |   N      Y   Y   Y      Y       N       N      Y    N
 POST /jobs/arrays                    | 201 |   N      Y   Y   Y      Y       N       N      Y    N
+POST /jobs/groups                    | 201 |   N      Y   Y   Y      Y       N       N      Y    N
 POST /jobs/check                     | 204 |   N      Y   Y   Y      Y       N       N      Y    N
 GET /jobs/{job}                      | 200 |   H      H   Y   Y      H       Y       H      Y    Y
 POST /jobs/{job}/renew               | 204 |   H      H   Y   Y      H       Y       H      Y    Y

@@ -361,6 +361,15 @@ def _add_jobs(app: FastAPI, hub: FakeHub) -> None:
         hub.asked.append(body)
         return jobs
 
+    @app.post(f"{BASE}/jobs/groups", status_code=201)
+    async def post_group(request: Request) -> Any:
+        body = await request.json()
+        jobs = [hub.add(job["run_id"], name=job.get("name", ""), detached=True) for job in body["jobs"]]
+        for job, ordered in zip(jobs, body["jobs"], strict=True):
+            job.update(array=body["run_id"], after=ordered.get("after"))
+        hub.asked += body["jobs"]
+        return jobs
+
     @app.get(BASE + "/jobs/{job_id}")
     async def one(job_id: str, wait_s: float = 0, version: int | None = None) -> Any:
         job = hub.jobs.get(job_id)

@@ -24,6 +24,8 @@ from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.options.value_types import ArrayTasks
 
 _MOST_NAME = 80
+#: The id of a job group, which is part of the names by which its tasks find each other, as in SkyPilot.
+GROUP_VARIABLE = "SKYPILOT_JOBGROUP_NAME"
 
 
 def build_name(name: str, *, script: str) -> str:
@@ -263,7 +265,7 @@ def run(context: Context, job: JobSubmission, *, detach: bool, dry_run: bool) ->
 def submit_tasks(context: Context, tasks: Sequence[JobSubmission]) -> None:
     """Send the files of all jobs of a task file, and request all of them, or none.
 
-    Each starts when the one before has succeeded; in a job group, as soon as its GPUs are free.
+    Each starts when the one before has succeeded.
 
     Raises:
         BrokerError: a job is refused, and those before it are cancelled.
@@ -274,24 +276,55 @@ def submit_tasks(context: Context, tasks: Sequence[JobSubmission]) -> None:
     requested: list[Job] = []
     try:
         for job, run_id in zip(tasks, run_ids, strict=True):
-            after = requested[-1].run_id if requested and not job.is_parallel else job.after
+            after = requested[-1].run_id if requested else job.after
             requested += _request_jobs(context, replace(job, after=after), run_id, batch=True)
     except (BrokerError, KeyboardInterrupt):
         _cancel_runs(context, run_ids)
         for job in tasks:
             _note_folder(context, job)
         raise
-    _note_holdings(context, tasks[0], requested[:1])
-    how, ends = ("side by side", "one") if tasks[0].is_parallel else ("one after another", "one and those after it")
     context.console.print_note(
-        f"gpu-launch: {len(tasks)} tasks run {how} without this command: gpu-launch ps lists them, "
-        f"gpu-launch cancel RUN ends {ends}"
+        f"gpu-launch: {len(tasks)} tasks run one after another without this command: gpu-launch ps lists them, "
+        "gpu-launch cancel RUN ends one and those after it"
     )
+    _print_requested(context, tasks, requested)
+
+
+def submit_group(context: Context, tasks: Sequence[JobSubmission]) -> None:
+    """Send the files of all jobs of a job group, and request all of them, or none; they start at the same time.
+
+    Raises:
+        BrokerError: the group is refused, and nothing was requested.
+    """
+    group = run_folder.new_run_id()
+    requests = []
+    for number, job in enumerate(tasks):
+        manifest = replace(job.manifest, environ=job.manifest.environ | {GROUP_VARIABLE: group})
+        send_job(context, replace(job, manifest=manifest), f"{group}-{number}")
+        requests.append(_build_request(job, f"{group}-{number}", batch=True))
+    try:
+        requested = context.broker.create_group(group, requests)
+    except BrokerError:
+        for job in tasks:
+            _note_folder(context, job)
+        raise
+    except KeyboardInterrupt:
+        _cancel_runs(context, {group})
+        raise
+    context.console.print_note(
+        f"gpu-launch: {len(tasks)} tasks start together and run without this command: gpu-launch ps {group} lists "
+        f"them, gpu-launch cancel {group} ends all of them"
+    )
+    _print_requested(context, tasks, requested)
+
+
+def _print_requested(context: Context, tasks: Sequence[JobSubmission], requested: Sequence[Job]) -> None:
+    _note_holdings(context, tasks[0], requested[:1])
     for view in requested:
         note_port(context, view)
     context.console.print_result(
         [_build_detached_json(context, job, view) for job, view in zip(tasks, requested, strict=True)],
-        "\n".join(run_ids),
+        "\n".join(view.run_id for view in requested),
     )
 
 
@@ -320,14 +353,15 @@ def _build_detached_json(context: Context, job: JobSubmission, requested: Job) -
     return tables.build_job_json(requested) | {"folder": job.manifest.folder} | url
 
 
-def check(context: Context, job: JobSubmission) -> None:
-    """Let the broker check a job before its files are sent.
+def check(context: Context, job: JobSubmission, others: Sequence[JobSubmission] = ()) -> None:
+    """Let the broker check a job, or a job group with `others`, before the files are sent.
 
     Raises:
-        BrokerError: the job would be refused.
+        BrokerError: it would be refused.
     """
     count = None if job.indexes is None else len(job.indexes)
-    context.broker.check_job(count=count, **_build_request(job, run_folder.new_run_id(), batch=True))
+    requests = [_build_request(one, run_folder.new_run_id(), batch=True) for one in (job, *others)]
+    context.broker.check_job(count=count, others=requests[1:], **requests[0])
 
 
 def _request_jobs(context: Context, job: JobSubmission, run_id: str, *, batch: bool) -> list[Job]:

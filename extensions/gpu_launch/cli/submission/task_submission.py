@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from gpu_launch.broker.models import Cluster
 from gpu_launch.cli.context import CommandExit, Context
 from gpu_launch.cli.submission import job_plan, job_submission, upload
-from gpu_launch.cli.submission.job_submission import RunArguments
+from gpu_launch.cli.submission.job_submission import GROUP_VARIABLE, RunArguments
 from gpu_launch.cli.submission.upload import JobSubmission, UploadSet
 from gpu_launch.cli.taskfile import file_mounts, parser
 from gpu_launch.cli.taskfile.accelerators import Accelerators, find_models
@@ -20,8 +21,8 @@ from gpu_launch.options import command
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.training import comm_modes
 
-#: In a job group, SkyPilot's tasks find each other by names made of this variable.
-_GROUP_NAME = "SKYPILOT_JOBGROUP_NAME"
+#: Tasks of a job group.
+_MAX_GROUP = 16
 #: Options about ranks; a task's commands start their own.
 _RANKS_ONLY = {
     "max_restarts": "--max-restarts",
@@ -49,9 +50,20 @@ def build_jobs(context: Context, asked: RunArguments) -> tuple[JobSubmission, ..
         checked = [_check_task(asked, _leave_out_unsupported(task, cluster), cluster) for task in tasks]
     except UsageError as error:
         raise UsageError(f"{asked.script}: {error}") from None
+    if tasks[0].is_parallel:
+        _check_group(asked, tasks)
     if asked.name and len(checked) > 1:
         raise UsageError("--name is for one job, and this file has several tasks: `name` in the file names each.")
     return tuple(_build_job(context, asked, task) for task in checked)
+
+
+def _check_group(asked: RunArguments, tasks: Sequence[TaskFile]) -> None:
+    if len(tasks) > _MAX_GROUP:
+        raise UsageError(f"{asked.script}: a job group has {_MAX_GROUP} tasks at most, and this one has {len(tasks)}.")
+    names = Counter(task.name for task in tasks)
+    name, count = names.most_common(1)[0]
+    if count > 1:
+        raise UsageError(f"{asked.script}: {count} tasks are named {name!r}: in a job group each has its own name.")
 
 
 def build_task(context: Context, asked: RunArguments, task: TaskFile) -> JobSubmission:
@@ -103,17 +115,26 @@ def run_tasks(context: Context, jobs: Sequence[JobSubmission], *, detach: bool, 
     """
     if any(job.indexes is not None for job in jobs):
         raise UsageError("--array is for one task: this file has several.")
-    detach = detach or jobs[0].is_parallel
+    is_group = jobs[0].is_parallel
+    detach = detach or is_group
     if context.console.is_json and not (detach or dry_run):
         raise UsageError("--json is for one task, or with --detach: this file has several, each with its own result.")
-    for job in jobs:
-        job_submission.check(context, job)
+    if is_group:
+        job_submission.check(context, jobs[0], jobs[1:])
+        if context.broker.get_cluster().has_delayed_grants:
+            context.console.print_note(
+                "gpu-launch: Slurm starts each task of the group as soon as its GPUs are free, and not all at once"
+            )
+    else:
+        for job in jobs:
+            job_submission.check(context, job)
     if dry_run:
         plans = [job_plan.build_plan_json(job, batch=detach) for job in jobs]
         context.console.print_result(plans, "\n\n".join(job_plan.format_plan(job) for job in jobs))
         return
     if detach:
-        job_submission.submit_tasks(context, jobs)
+        submit = job_submission.submit_group if is_group else job_submission.submit_tasks
+        submit(context, jobs)
         return
     for number, job in enumerate(jobs, start=1):
         context.console.print_note(f"gpu-launch: task {number} of {len(jobs)}: {job.manifest.name}")
@@ -159,10 +180,10 @@ def _leave_out_unsupported(file: TaskFile, cluster: Cluster) -> TaskFile:
 
 
 def _check_task(asked: RunArguments, file: TaskFile, cluster: Cluster) -> _CheckedTask:
-    if file.is_parallel and _GROUP_NAME in file.setup + file.run:
+    if file.is_parallel and not cluster.has_containers and GROUP_VARIABLE in file.setup + file.run:
         raise UsageError(
-            f"the commands name {_GROUP_NAME}: tasks that run side by side have no names in the network. They have "
-            "one home: let them exchange files there."
+            f"the commands name {GROUP_VARIABLE}: on nodes without Docker, tasks have no names in the network. They "
+            "have one home: let them exchange files there."
         )
     environ = parser.build_environ(file, envs=asked.envs, secrets=asked.secrets)
     mounts = tuple(

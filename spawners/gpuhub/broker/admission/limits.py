@@ -7,7 +7,7 @@ A limit of GPUs refuses only what it could never permit; `scheduler.quota` lets 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gpuhub.broker.admission.validate import Requester
 from gpuhub.broker.state.transaction import RowIndex, Transaction
@@ -15,7 +15,7 @@ from gpuhub.broker_api.errors import TooManyJobs, TooManyWaiting
 from gpuhub.common.errors import InvalidRequest
 from gpuhub.domain import owner_limits, scheduler_input
 from gpuhub.domain.models import JobRow, LeaseRow
-from gpuhub.scheduler.interface import Quota, QuotaLimits
+from gpuhub.scheduler.interface import Quota, QuotaLimits, SchedulingRequest
 
 #: Jobs of an array that count as one waiting request.
 ARRAY_JOBS_PER_REQUEST = 100
@@ -36,6 +36,17 @@ def check_gpu_limit(lease: LeaseRow, rights: Quota, *, notebook: int = 0, joined
         others = " and ".join(f"{holder} {count}" for holder, count in held.items() if count)
         addition = f" in addition to {others}" if others else ""
         raise InvalidRequest(f"{least} GPUs were requested{addition}; one user may hold at most {limit}")
+
+
+def check_group_limit(requests: Sequence[SchedulingRequest], rights: Quota) -> None:
+    """Check that the owner could ever hold the GPUs of all jobs of a job group at the same time.
+
+    Raises:
+        InvalidRequest: With the limit.
+    """
+    limit, least = owner_limits.find_max_gpus(rights), sum(request.least_size for request in requests)
+    if limit is not None and least > limit:
+        raise InvalidRequest(f"the job group needs {least} GPUs at the same time; one user may hold at most {limit}")
 
 
 def check_count_limits(transaction: Transaction, requester: Requester, *, jobs: int = 0) -> None:

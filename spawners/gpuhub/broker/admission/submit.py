@@ -15,7 +15,14 @@ from gpuhub.broker.admission.validate import Requester
 from gpuhub.broker.state import chains
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.broker_api.schemas import ArrayRequest, JobCheckRequest, JobRequest, LeaseRequest, LeaseState
+from gpuhub.broker_api.schemas import (
+    ArrayRequest,
+    GroupRequest,
+    JobCheckRequest,
+    JobRequest,
+    LeaseRequest,
+    LeaseState,
+)
 from gpuhub.common import names
 from gpuhub.common.errors import Conflict, GpuhubError, InvalidRequest, NotAllowed
 from gpuhub.common.gpu import GpuSpec
@@ -46,6 +53,8 @@ class _Links:
     limit: int | None = None
     #: The run or array that must succeed before.
     after: str | None = None
+    #: Whether the jobs of the array are a job group, which starts as a whole.
+    is_group: bool = False
 
 
 class AdmissionController:
@@ -105,13 +114,30 @@ class AdmissionController:
         )
         return await self._core.ledger.change(edit)
 
+    async def submit_group(self, who: Identity, request: GroupRequest) -> list[JobRow]:
+        """Submit the jobs of a job group; see `BrokerOperations.request_group`."""
+        _check_is_user(who)
+        _check_group(request.jobs)
+        runs = [job.run_id for job in request.jobs]
+        existing = await asyncio.to_thread(self._core.store.find_jobs_by_run, who.name, runs)
+        if len(existing) == len(runs):
+            return [existing[run] for run in runs]
+        links = _Links(array=request.run_id, after=request.jobs[0].after, is_group=True)
+        return await self._core.ledger.change(await self._build_edit(who, list(request.jobs), links, existing))
+
     async def check_jobs(self, who: Identity, request: JobCheckRequest) -> None:
-        """Refuse what `submit_job` or `submit_array` would refuse, and submit nothing."""
+        """Refuse what `submit_job`, `submit_array` or `submit_group` would refuse, and submit nothing."""
         _check_is_user(who)
         job = request.job
-        requests = [job] if request.count is None else split_array(ArrayRequest(job=job, count=request.count))
-        array = None if request.count is None else job.run_id
-        edit = await self._build_edit(who, requests, _Links(array=array, after=job.after), {})
+        requests, links = [job], _Links(after=job.after)
+        if request.count is not None:
+            requests = split_array(ArrayRequest(job=job, count=request.count))
+            links = replace(links, array=job.run_id)
+        if request.others:
+            requests = [job, *request.others]
+            _check_group(requests)
+            links = replace(links, array=job.run_id, is_group=True)
+        edit = await self._build_edit(who, requests, links, {})
 
         def check(transaction: Transaction) -> None:
             start = transaction.savepoint()
@@ -191,6 +217,8 @@ class AdmissionController:
                     )
                     for request_item in new
                 }
+            if links.is_group:
+                self._check_bundle([transaction.leases[job.lease_id] for job in added.values()], requester)
             if links.array is not None:
                 chains.fill_array(transaction, who.name, links.array)
             return [present.get(run) or added[run] for run in _runs(requests)]
@@ -227,6 +255,7 @@ class AdmissionController:
             array_limit=links.limit,
             after=links.after,
             is_held=links.after is not None or links.limit is not None,
+            bundle=links.array if links.is_group else None,
         )
         self._check_feasible(
             lease,
@@ -241,7 +270,7 @@ class AdmissionController:
         if self._core.capacity.cards is not self._cards:
             self._cards, self._refusals = self._core.capacity.cards, {}
         request = scheduler_input.build_request(lease)
-        key = lease.resources, self._node_groups & request.groups
+        key = replace(lease.resources, bundle=None), self._node_groups & request.groups
         if key not in self._refusals:
             self._refusals[key] = self._find_refusal(request)
         refusal = self._refusals[key]
@@ -250,6 +279,13 @@ class AdmissionController:
         if self._refuse is not None:
             self._refuse(lease)
         limits.check_gpu_limit(lease, requester.quota, notebook=notebook, joined=joined)
+
+    def _check_bundle(self, leases: Sequence[LeaseRow], requester: Requester) -> None:
+        requests = [scheduler_input.build_request(lease) for lease in leases]
+        limits.check_group_limit(requests, requester.quota)
+        text = self._core.scheduler.explain_infeasible_bundle(requests, self._core.capacity.cards)
+        if text is not None:
+            raise InvalidRequest(text)
 
     def _find_refusal(self, request: SchedulingRequest) -> _Refusal | None:
         """Return why a request can never be granted; `NotAllowed` if it could for members of other groups."""
@@ -277,6 +313,15 @@ def split_array(request: ArrayRequest) -> list[JobRequest]:
     if not re.fullmatch(names.RUN_PATTERN, runs[-1]):
         raise InvalidRequest(f"job.run_id: {runs[-1]!r} is too long for a run id: choose a shorter one")
     return [job.model_copy(update={"run_id": run}) for run in runs]
+
+
+def _check_group(jobs: Sequence[JobRequest]) -> None:
+    if not all(job.detached for job in jobs):
+        raise InvalidRequest("jobs: all jobs of a job group are detached, and so wait without a notebook")
+    if len({job.after for job in jobs}) > 1:
+        raise InvalidRequest("jobs: all jobs of a job group have the same `after`, because they start together")
+    if len({job.run_id for job in jobs}) < len(jobs):
+        raise InvalidRequest("jobs: each job of a job group needs a run_id of its own")
 
 
 def find_predecessor(transaction: Transaction, owner: str, run: str, stored: Sequence[JobRow]) -> bool:

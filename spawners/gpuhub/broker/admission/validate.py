@@ -115,6 +115,7 @@ def build_job(
     array_limit: int | None = None,
     after: str | None = None,
     is_held: bool = False,
+    bundle: str | None = None,
 ) -> tuple[JobRow, LeaseRow]:
     """Build a waiting job and its lease. The job ends with `notebook`, unless it is detached, and with `joined`.
 
@@ -140,7 +141,7 @@ def build_job(
         purpose=Purpose.JOB,
         subject=job_id,
         profile=None,
-        resources=build_job_resources(cluster, request),
+        resources=replace(build_job_resources(cluster, request), bundle=bundle),
         created_at=transaction.now,
         since=transaction.now,
         time_limit_s=choose_time_limit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,8 @@ CheckLease = Callable[[LeaseRow], Awaitable[None]]
 _MIB = 1024**2
 #: Exit code after SIGKILL.
 _KILLED = 137
+#: Characters of a job's name in the name of its workers; a part of a host name has 63 at most.
+_LONGEST_LABEL = 50
 #: Delay before a failed start is tried again, seconds.
 _RETRY_S = 2.0
 
@@ -208,8 +211,17 @@ def build_spec(
         retries=(job.retries, job.max_retries),
         times_asleep=job.times_asleep if job.sleeps else None,
         slurm_job=lease.slurm_job,
+        aliases=list_aliases(job, lease, worker),
         staged=staged or {},
     )
+
+
+def list_aliases(job: JobRow, lease: LeaseRow, worker: WorkerRow) -> tuple[str, ...]:
+    """Return the names by which the other jobs of a job group find a worker: `trainer-0.GROUP`, as in SkyPilot."""
+    if lease.resources.bundle is None:
+        return ()
+    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    return (f"{name[:_LONGEST_LABEL] or 'job'}-{worker.index}.{lease.resources.bundle}",)
 
 
 def build_roster(job: JobRow, lease: LeaseRow) -> str:

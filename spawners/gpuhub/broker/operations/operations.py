@@ -5,7 +5,7 @@ A long poll answers as soon as its lease or job changes, without waking the clie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from gpuhub.broker_api.schemas import (
     ArrayRequest,
     EventView,
     ExtensionRequest,
+    GroupRequest,
     JobCheckRequest,
     JobRequest,
     JobState,
@@ -227,17 +228,31 @@ class BrokerOperations:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
         """
         await self._validate(request.job, is_array=True)
-        rows = await self._admission.submit_array(caller, request)
+        return await self._view_rows(caller, await self._admission.submit_array(caller, request))
+
+    async def request_group(self, caller: Identity, request: GroupRequest) -> Iterator[JobView]:
+        """Request a job group: detached jobs that get their GPUs at the same moment; all are accepted, or none.
+
+        Raises:
+            NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs: the request is refused.
+            NotFound: the hub has no user of a name in `port_users`.
+        """
+        for job in request.jobs:
+            await self._validate(job)
+        return await self._view_rows(caller, await self._admission.submit_group(caller, request))
+
+    async def _view_rows(self, caller: Identity, rows: Iterable[JobRow]) -> Iterator[JobView]:
         jobs = [await access.find_job(self._core, caller, row.id) for row in rows]
         return await views.view_jobs(self._core, [(job, await views.read_job_lease(self._core, job)) for job in jobs])
 
     async def check_job(self, caller: Identity, request: JobCheckRequest) -> None:
-        """Refuse what `request_job` or `request_array` would refuse, and request nothing.
+        """Refuse what `request_job`, `request_array` or `request_group` would refuse, and request nothing.
 
         Raises:
             NotAllowed, InvalidRequest, TooManyWaiting, TooManyJobs, NotFound: likewise.
         """
-        await self._validate(request.job, is_array=request.count is not None)
+        for job in (request.job, *request.others):
+            await self._validate(job, is_array=request.count is not None)
         await self._admission.check_jobs(caller, request)
 
     async def _validate(self, request: JobRequest, *, is_array: bool = False) -> None:

@@ -264,7 +264,7 @@ def describe_hold(job: JobRow) -> str:
     """Return what a job waits for before it waits for GPUs."""
     if job.after is not None:
         return f"the end of {job.after}"
-    if job.array is None:
+    if job.array_limit is None:
         return "a request to its port: it is asleep"
     return f"its turn: {job.array_limit} of its array's tasks run at the same time"
 

@@ -29,6 +29,7 @@ from gpuhub.broker_api.schemas.cluster import (
 from gpuhub.broker_api.schemas.costs import CostView, ReportDimension, ReportRow, ReportView
 from gpuhub.broker_api.schemas.jobs import (
     ArrayRequest,
+    GroupRequest,
     JobCheckRequest,
     JobRequest,
     JobState,
@@ -101,6 +102,7 @@ __all__ = [
     "GpuState",
     "GpuView",
     "GroupName",
+    "GroupRequest",
     "HolderView",
     "IdleReason",
     "IdleView",

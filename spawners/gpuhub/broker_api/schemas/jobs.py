@@ -110,12 +110,22 @@ class ArrayRequest(WireModel):
     max_running: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
+class GroupRequest(WireModel):
+    """Request of a job group: detached jobs that get their GPUs at the same moment, and else end by themselves."""
+
+    #: Id of the group, as that of an array: `after` of other jobs may name it.
+    run_id: RunId
+    jobs: Annotated[tuple[JobRequest, ...], Field(min_length=2, max_length=16), FailFast()]
+
+
 class JobCheckRequest(WireModel):
-    """Request to check a job, or an array of `count` of them, before its files are uploaded."""
+    """Request to check a job, an array of `count` of them, or a job group, before their files are uploaded."""
 
     job: JobRequest
-    #: None for a single job.
+    #: None for a single job, and for a job group.
     count: Annotated[int, Field(ge=1, le=1000)] | None = None
+    #: The further jobs of a job group.
+    others: Annotated[tuple[JobRequest, ...], Field(max_length=15), FailFast()] = ()
 
 
 class JobState(StrEnum):
@@ -175,7 +185,7 @@ class JobView(WireModel):
     preemptions: int = 0
     #: End of the grace period for the checkpoint; None unless preempting.
     checkpoint_until: datetime | None = None
-    #: Run id of the job's array; None for a single job.
+    #: Run id of the job's array or job group; None for a single job.
     array: str | None = None
     #: Number of the array's jobs that wait for GPUs or run at the same time; None for all.
     array_limit: int | None = None

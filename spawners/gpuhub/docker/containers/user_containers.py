@@ -51,6 +51,8 @@ class WorkerSpec:
     times_asleep: int | None = None
     #: Slurm job that holds the GPUs; None without Slurm.
     slurm_job: int | None = None
+    #: Further names of the worker in its owner's network.
+    aliases: tuple[str, ...] = ()
     #: Volumes with the node's copies of datasets, by dataset.
     staged: Mapping[str, str] = field(default_factory=dict)
     #: Services that set variables in the container. On a guest there are none.
@@ -130,7 +132,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
             await daemons.run(spec.node, lambda client: client.start(container.id), kind=CallKind.MOUNTING)
     # After the start, so that the network is connected while the worker's Python starts.
     if network is not None:
-        await networks.connect_container(daemons, spec.node, container.id, network)
+        await networks.connect_container(daemons, spec.node, container.id, network, aliases=spec.aliases)
     return container.id
 
 

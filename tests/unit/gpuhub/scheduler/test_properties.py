@@ -81,7 +81,7 @@ def clusters(draw: st.DrawFn) -> list[NodeCapacity]:
 
 
 @st.composite
-def requests(draw: st.DrawFn, name: str, *, limited: bool = False) -> SchedulingRequest:
+def requests(draw: st.DrawFn, name: str, *, limited: bool = False, bundled: bool = False) -> SchedulingRequest:
     shape: dict[str, Any] = draw(
         st.sampled_from(
             [
@@ -115,6 +115,7 @@ def requests(draw: st.DrawFn, name: str, *, limited: bool = False) -> Scheduling
         time_limit_s=draw(st.sampled_from(limits)),
         cpu_milli=draw(st.sampled_from([0, 0, 1000, 3000])),
         cpu_by_gpu=draw(st.booleans()),
+        bundle=f"{owner}-bundle" if bundled and draw(st.booleans()) else None,
     )
 
 
@@ -243,9 +244,11 @@ class SimulatedBroker:
             self.set_allocation(replace(allocation, node_allocations=kept, shrinking=frozenset()))
 
     def check_decision(self, decision: SchedulingDecision) -> None:
-        """No GPU twice, and everything that the granted ones asked for."""
+        """No GPU twice, bundles as a whole, and everything that the granted ones asked for."""
         for name, grant in decision.grants.items():
-            check_grant(self, self.allocations[name].request, grant)
+            request = self.allocations[name].request
+            check_grant(self, request, grant)
+            assert request.bundle is None or request.bundle not in {other.bundle for other in self.requests.values()}
         for supply in self.nodes.values():
             for slot in supply.slots:
                 shares = [
@@ -316,7 +319,7 @@ def check_limits(broker: SimulatedBroker, request: SchedulingRequest, slots: lis
 
 
 @st.composite
-def brokers(draw: st.DrawFn, *, limited: bool = False, plain: bool = False) -> SimulatedBroker:
+def brokers(draw: st.DrawFn, *, limited: bool = False, plain: bool = False, bundled: bool = False) -> SimulatedBroker:
     """A broker with a cluster; `plain` without limits and reservations."""
     there = draw(clusters())
     chosen = draw(parameters())
@@ -329,7 +332,7 @@ def brokers(draw: st.DrawFn, *, limited: bool = False, plain: bool = False) -> S
     )
     broker.scheduler.rebuild(broker.take_snapshot())
     for number in range(draw(st.integers(1, 8))):
-        broker.add_request(draw(requests(f"r{number}", limited=limited)))
+        broker.add_request(draw(requests(f"r{number}", limited=limited, bundled=bundled)))
     return broker
 
 
@@ -337,7 +340,7 @@ def step(broker: SimulatedBroker, data: st.DataObject, number: int) -> None:
     """Something happens."""
     what = data.draw(st.sampled_from(["ask", "end", "wait", "node", "quarantine", "release", "quota"]))
     if what == "ask":
-        broker.add_request(data.draw(requests(f"r{number}")))
+        broker.add_request(data.draw(requests(f"r{number}", bundled=True)))
     elif what == "end" and broker.allocations:
         broker.end_request(data.draw(st.sampled_from(sorted(broker.allocations))))
     elif what == "wait":
@@ -357,7 +360,7 @@ def step(broker: SimulatedBroker, data: st.DataObject, number: int) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(brokers(), st.data())
+@given(brokers(bundled=True), st.data())
 def test_updated_scheduler_equals_a_rebuilt_one(broker: SimulatedBroker, data: st.DataObject) -> None:
     """After any course of events it decides, orders and explains the same; what it decides is right."""
     for number in range(20, 20 + data.draw(st.integers(1, 8))):
@@ -375,7 +378,7 @@ def test_updated_scheduler_equals_a_rebuilt_one(broker: SimulatedBroker, data: s
 
 
 @settings(max_examples=60, deadline=None)
-@given(brokers(), st.data())
+@given(brokers(bundled=True), st.data())
 def test_explanations_and_trials_do_not_change_state(broker: SimulatedBroker, data: st.DataObject) -> None:
     """Explanations in full and trial requests leave the scheduler as it was, and a trial says what comes true."""
     trial = data.draw(requests("t99"))

@@ -9,7 +9,7 @@ from fastapi import Depends, Query, Request, Response
 from gpuhub.broker.api.dependencies import Broker, Caller, Lists, ResourceId, Version, WaitS, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.recipes import RecipeOperations
-from gpuhub.broker_api.schemas import ArrayRequest, JobCheckRequest, JobRequest, JobView, RecipeView
+from gpuhub.broker_api.schemas import ArrayRequest, GroupRequest, JobCheckRequest, JobRequest, JobView, RecipeView
 
 
 async def get_recipe_operations(request: Request) -> RecipeOperations:
@@ -47,13 +47,24 @@ async def post_array(body: ArrayRequest, caller: Caller, broker: Broker, lists: 
 
 
 @api.post(
+    "/jobs/groups",
+    status_code=201,
+    response_model=list[JobView],
+    responses=document_problems(404, 409, 413, 422, 429),
+)
+async def post_group(body: GroupRequest, caller: Caller, broker: Broker, lists: Lists) -> Response:
+    """Request a job group, whose detached jobs get their GPUs at the same moment; all are accepted, or none."""
+    return await lists.render(caller, await broker.request_group(caller, body), 201)
+
+
+@api.post(
     "/jobs/check",
     status_code=204,
     response_class=Response,
     responses=document_problems(404, 409, 413, 422, 429),
 )
 async def post_check(body: JobCheckRequest, caller: Caller, broker: Broker) -> None:
-    """Refuse what `POST /jobs` or `POST /jobs/arrays` would refuse now, and request nothing."""
+    """Refuse what `POST /jobs`, `/jobs/arrays` or `/jobs/groups` would refuse now, and request nothing."""
     await broker.check_job(caller, body)
 
 

@@ -46,6 +46,7 @@ BODIES: dict[str, Any] = {
     "POST /reclaims": {"owner": "ada", "server": ""},
     "POST /jobs": JOB,
     "POST /jobs/arrays": {"job": JOB, "count": 2},
+    "POST /jobs/groups": {"jobs": [{**JOB, "detached": True}] * 2},
     "POST /jobs/check": {"job": JOB},
     "PUT /jobs/{job}/shares/ben": {"for_s": 3600},
     "PUT /notebooks/shares/eve": {"path": NOTEBOOK, "for_s": 3600},
@@ -135,6 +136,9 @@ def make_body(route: str, body: Any) -> Any:
         return {**body, "key": f"m{number}", "server": f"s{number}"}
     if route == "POST /jobs":
         return {**body, "run_id": f"run-m{number:06}"}
+    if route == "POST /jobs/groups":
+        jobs = [{**job, "run_id": f"run-m{number:06}-{at}"} for at, job in enumerate(body["jobs"])]
+        return {"run_id": f"run-m{number:06}", "jobs": jobs}
     if route in {"POST /jobs/arrays", "POST /jobs/check"}:
         return {**body, "job": {**body["job"], "run_id": f"run-m{number:06}"}}
     if route == "POST /reservations":

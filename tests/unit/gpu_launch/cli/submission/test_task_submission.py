@@ -220,7 +220,8 @@ def test_tasks_of_an_array_have_skypilots_job_ranks(hub: FakeHub) -> None:
         ("file_mounts: {a: data.txt}\nrun: x\n", ["--no-workdir"], "file_mounts are sent with the job's folder"),
         (PIPELINE, ["--json"], "--json is for one task, or with --detach"),
         (GROUP, ["--array", "0-1"], "--array is for one task"),
-        (GROUP + "---\nrun: curl server-0.$SKYPILOT_JOBGROUP_NAME\n", [], "have no names in the network"),
+        (GROUP + "---\nname: train\nrun: z\n", [], "2 tasks are named 'train': in a job group each has its own name"),
+        (GROUP + "---\nrun: z\n" * 15, [], "a job group has 16 tasks at most, and this one has 17"),
         (PIPELINE, ["--array", "0-1"], "--array is for one task"),
         (PIPELINE, ["--name", "x"], "--name is for one job, and this file has several tasks"),
         (PIPELINE + "---\nrun: x\nresources: {gpus: H100}\n", [], "asks for H100, and the cluster has"),
@@ -279,8 +280,8 @@ def test_detached_pipeline_is_a_chain_of_jobs(hub: FakeHub, capsys: pytest.Captu
     assert "3 tasks run one after another without this command" in shown.err
 
 
-def test_tasks_of_a_job_group_are_jobs_side_by_side(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the laptop and without waiting for each other, all after another run."""
+def test_tasks_of_a_job_group_are_requested_together(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the laptop, all after another run; each has the group's id, by which the tasks find each other."""
     hub.add("run-20260101-000000-abc123", name="first")
     _write(GROUP)
     assert main.run_command(["run", "--json", "--after", "first", "task.yaml"]) == 0
@@ -290,7 +291,19 @@ def test_tasks_of_a_job_group_are_jobs_side_by_side(hub: FakeHub, capsys: pytest
         ("train", "run-20260101-000000-abc123"), ("rl-2", "run-20260101-000000-abc123")
     ]  # fmt: skip
     assert all(job["batch"] for job in hub.asked)
-    assert "2 tasks run side by side without this command" in shown.err
+    [group] = {job["array"] for job in jobs}
+    assert [job["run_id"] for job in jobs] == [f"{group}-0", f"{group}-1"]
+    assert [_read_manifest(hub, at).environ for at in range(2)] == [{"SKYPILOT_JOBGROUP_NAME": group}] * 2
+    assert f"2 tasks start together and run without this command: gpu-launch ps {group} lists them" in shown.err
+
+
+def test_refused_job_group_sends_nothing(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """The broker checks the whole group before the files are sent."""
+    _write(GROUP)
+    hub.check_refusal = "the tasks of the job group never fit at the same time"
+    assert main.run_command(["run", "task.yaml"]) == 1
+    assert "never fit at the same time" in capsys.readouterr().err
+    assert not any(line.startswith("PUT") for line in hub.requests)
 
 
 def test_detached_pipeline_runs_as_a_whole_or_not_at_all(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
