@@ -192,7 +192,7 @@ class DatasetStager:
             log.info("%s", text)
             self._core.add_event("dataset.staged", text)
             return None
-        return find_cause([error for error in errors if isinstance(error, GpuhubError)])
+        return find_cause(specs, results)
 
     @asynccontextmanager
     async def _network(self, members: int) -> AsyncIterator[str | None]:
@@ -286,9 +286,18 @@ class DatasetStager:
         return record is not None and record.is_up
 
 
-def find_cause(errors: Sequence[GpuhubError]) -> GpuhubError:
-    """Return the error that explains the others: a node fails as well when the one before it stops."""
-    return next((error for error in errors if "previous node" not in str(error)), errors[0])
+def find_cause(specs: Sequence[StagingSpec], results: Sequence[dict[str, Any] | BaseException]) -> GpuhubError:
+    """Return the error that explains the others: a node also fails when the one before it stops or cannot reach it."""
+    errors = [result for result in results if isinstance(result, GpuhubError)]
+    cause = next((error for error in errors if "previous node" not in str(error)), None)
+    if cause is not None:
+        return cause
+    unreachable = [
+        f"; node {spec.node}: {result['next_error']}"
+        for spec, result in zip(specs, results, strict=True)
+        if not isinstance(result, BaseException) and result.get("next_error")
+    ]
+    return StagingFailed(f"{errors[0]}{''.join(unreachable)}")
 
 
 def _mount_copy(volume: str, *, read_only: bool) -> Mount:
