@@ -54,6 +54,7 @@ STEPS = ("prepare", "train", "report")
 GROUP = """
     name: pair
     execution: parallel
+    primary_tasks: [right]
     ---
     name: left
     workdir: .
@@ -73,8 +74,7 @@ SERVE = """
             self.end_headers()
             self.wfile.write(b"weights")
 
-    http.server.HTTPServer(("", 8123), Handler).handle_request()
-    print("served", flush=True)
+    http.server.HTTPServer(("", 8123), Handler).serve_forever()
 """
 ASK = """
     import sys, time, urllib.request
@@ -188,13 +188,13 @@ def test_tasks_of_a_file_run_one_after_another(laptop: Laptop, records: Records)
 
 
 def test_tasks_of_a_job_group_find_each_other(laptop: Laptop):
-    """They start together, each as a job of its own, with names in their user's network."""
+    """They start together, with names in their user's network; the one that serves ends with the one that it served."""
     laptop.write("group.yaml", GROUP)
     laptop.write("serve.py", SERVE)
     laptop.write("ask.py", ASK)
     jobs = json.loads(laptop.run("run", "--json", "group.yaml"))
     ended = wait_for_end(laptop, *(job["run_id"] for job in jobs))
-    assert [(job["name"], job["gpus"], job["exit_code"]) for job in ended] == [("left", 1, 0), ("right", 2, 0)]
-    assert "served" in laptop.run("logs", ended[0]["run_id"])
+    assert [(job["name"], job["gpus"], job["exit_code"]) for job in ended] == [("left", 1, None), ("right", 2, 0)]
+    assert ended[0]["reason"] == "the tasks of its job group that it served have ended"
     assert "got weights" in laptop.run("logs", ended[1]["run_id"])
-    assert laptop.run("ps", ended[0]["array"]).splitlines()[-1] == f"2 tasks of {ended[0]['array']}: 2 done"
+    assert laptop.run("ps", ended[0]["array"]).splitlines()[-1].startswith(f"2 tasks of {ended[0]['array']}: ")

@@ -181,12 +181,17 @@ class BrokerClient:
             body["max_running"] = max_running
         return [models.parse_job(task) for task in self._request_jobs("/jobs/arrays", body)]
 
-    def create_group(self, run_id: str, jobs: Sequence[Mapping[str, Any]]) -> list[models.Job]:
+    def create_group(
+        self, run_id: str, jobs: Sequence[Mapping[str, Any]], auxiliary: Mapping[str, int]
+    ) -> list[models.Job]:
         """Request a job group, whose jobs get their GPUs at the same moment; all are accepted, or none.
 
-        Each of `jobs` has the arguments of `create_job`. Repeated run ids return the same jobs.
+        Each of `jobs` has the arguments of `create_job`; `auxiliary` has the seconds that some of them run on when all
+        others have ended, by run id. Repeated run ids return the same jobs.
         """
-        body = {"run_id": run_id, "jobs": [_build_job_request(**job) for job in jobs]}
+        body: dict[str, Any] = {"run_id": run_id, "jobs": [_build_job_request(**job) for job in jobs]}
+        if auxiliary:
+            body["auxiliary"] = dict(auxiliary)
         return [models.parse_job(job) for job in self._request_jobs("/jobs/groups", body)]
 
     def check_job(

@@ -58,6 +58,8 @@ class ResourceRequest:
     suspendable: bool = True
     #: Run id of the job group whose waiting requests are granted at the same moment; None for a request by itself.
     bundle: str | None = None
+    #: Seconds that it keeps them when the jobs of its group without this value have ended; None for such a job.
+    auxiliary_s: int | None = None
 
     @property
     def requirement(self) -> GpuRequirement:

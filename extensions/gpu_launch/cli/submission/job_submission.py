@@ -302,8 +302,11 @@ def submit_group(context: Context, tasks: Sequence[JobSubmission]) -> None:
         manifest = replace(job.manifest, environ=job.manifest.environ | {GROUP_VARIABLE: group})
         send_job(context, replace(job, manifest=manifest), f"{group}-{number}")
         requests.append(_build_request(job, f"{group}-{number}", batch=True))
+    auxiliary = {
+        f"{group}-{number}": job.auxiliary_s for number, job in enumerate(tasks) if job.auxiliary_s is not None
+    }
     try:
-        requested = context.broker.create_group(group, requests)
+        requested = context.broker.create_group(group, requests, auxiliary)
     except BrokerError:
         for job in tasks:
             _note_folder(context, job)

@@ -279,7 +279,7 @@ def _build_job(context: Context, asked: RunArguments, task: _CheckedTask) -> Job
         secret_names=tuple(sorted(file.secrets.keys() | asked.secrets.keys())),
     )
     job = job_submission.build_submission(asked, manifest, task.options, load, retries=file.retries, port=file.port)
-    return replace(job, is_parallel=file.is_parallel)
+    return replace(job, is_parallel=file.is_parallel, auxiliary_s=file.auxiliary_s)
 
 
 def _replace_paths(asked: RunArguments, commands: str, folder: str, mounts: tuple[file_mounts.PlacedMount, ...]) -> str:

@@ -328,6 +328,8 @@ class JobSubmission:
     after: str | None = None
     #: It runs next to the other jobs of its task file, instead of after the one before.
     is_parallel: bool = False
+    #: In a job group: seconds that it runs on when the jobs without this value have ended; None for such a job.
+    auxiliary_s: int | None = None
     #: Number of times that it runs again after a failure.
     retries: int = 0
     #: It starts again at the next request to its port, after it has ended by itself and well.

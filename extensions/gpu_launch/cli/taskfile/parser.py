@@ -10,6 +10,7 @@ from gpu_launch.broker.gpu_request import Amount
 from gpu_launch.cli.taskfile.accelerators import Accelerators
 from gpu_launch.cli.taskfile.document import YamlItem, parse_documents
 from gpu_launch.cli.taskfile.file_mounts import FileMount, parse_file_mounts
+from gpu_launch.cli.taskfile.group_header import HEADER_KEYS, parse_header
 from gpu_launch.cli.taskfile.keys import note_unused
 from gpu_launch.cli.taskfile.resources import parse_resources
 from gpu_launch.errors import UsageError
@@ -17,8 +18,6 @@ from gpu_launch.options.value_types import DATASETS
 
 _MAX_NODES = 1024
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: Keys of a first document that is no task, but is about all others.
-_HEADER_KEYS = frozenset({"name", "execution", "primary_tasks", "termination_delay"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +53,8 @@ class TaskFile:
     guests: bool = False
     #: It runs next to the other tasks of its file, instead of after the one before.
     is_parallel: bool = False
+    #: Of a job group with primary tasks: seconds that this task runs on when these have ended; None for a primary task.
+    auxiliary_s: int | None = None
     #: Keys without effect with the reason, for a person.
     notes: tuple[str, ...] = ()
 
@@ -68,29 +69,18 @@ def parse_task_files(text: str) -> tuple[TaskFile, ...]:
     if not documents:
         raise UsageError("it is empty.")
     first = {item.key for item in documents[0]}
-    if len(documents) == 1 or not first <= _HEADER_KEYS:
+    if len(documents) == 1 or not first <= HEADER_KEYS:
         return tuple(parse_task(document) for document in documents)
-    header = _parse_header(documents[0])
+    header = parse_header(documents[0])
     tasks = [replace(parse_task(document), is_parallel=header.is_parallel) for document in documents[1:]]
     if len(tasks) == 1:
         return (replace(tasks[0], name=tasks[0].name or header.name),)
-    return tuple(
+    named = [
         task if task.name or not header.name else replace(task, name=f"{header.name}-{number}")
         for number, task in enumerate(tasks, start=1)
-    )
-
-
-def _parse_header(items: tuple[YamlItem, ...]) -> TaskFile:
-    """Return name and execution of all tasks."""
-    header = TaskFile()
-    for item in items:
-        if item.key == "name":
-            header = _set_name(header, item)
-        elif item.key == "execution" and item.value in {"serial", "parallel"}:
-            header = replace(header, is_parallel=item.value == "parallel")
-        elif item.value is not None:
-            raise item.build_error("is not known, or not supported here.")
-    return header
+    ]
+    delays = header.find_delays([task.name for task in named])
+    return tuple(replace(task, auxiliary_s=delays.get(task.name)) for task in named)
 
 
 def parse_task(items: tuple[YamlItem, ...], *, needs_commands: bool = True) -> TaskFile:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gpuhub.broker import audit
 from gpuhub.broker.admission import limits, validate
@@ -55,6 +55,8 @@ class _Links:
     after: str | None = None
     #: Whether the jobs of the array are a job group, which starts as a whole.
     is_group: bool = False
+    #: Seconds that jobs of the group run on when all others have ended, by run id.
+    auxiliary: Mapping[str, int] = field(default_factory=dict)
 
 
 class AdmissionController:
@@ -117,12 +119,12 @@ class AdmissionController:
     async def submit_group(self, who: Identity, request: GroupRequest) -> list[JobRow]:
         """Submit the jobs of a job group; see `BrokerOperations.request_group`."""
         _check_is_user(who)
-        _check_group(request.jobs)
+        _check_group(request.jobs, request.auxiliary)
         runs = [job.run_id for job in request.jobs]
         existing = await asyncio.to_thread(self._core.store.find_jobs_by_run, who.name, runs)
         if len(existing) == len(runs):
             return [existing[run] for run in runs]
-        links = _Links(array=request.run_id, after=request.jobs[0].after, is_group=True)
+        links = _Links(array=request.run_id, after=request.jobs[0].after, is_group=True, auxiliary=request.auxiliary)
         return await self._core.ledger.change(await self._build_edit(who, list(request.jobs), links, existing))
 
     async def check_jobs(self, who: Identity, request: JobCheckRequest) -> None:
@@ -256,6 +258,7 @@ class AdmissionController:
             after=links.after,
             is_held=links.after is not None or links.limit is not None,
             bundle=links.array if links.is_group else None,
+            auxiliary_s=links.auxiliary.get(request.run_id),
         )
         self._check_feasible(
             lease,
@@ -270,7 +273,7 @@ class AdmissionController:
         if self._core.capacity.cards is not self._cards:
             self._cards, self._refusals = self._core.capacity.cards, {}
         request = scheduler_input.build_request(lease)
-        key = replace(lease.resources, bundle=None), self._node_groups & request.groups
+        key = replace(lease.resources, bundle=None, auxiliary_s=None), self._node_groups & request.groups
         if key not in self._refusals:
             self._refusals[key] = self._find_refusal(request)
         refusal = self._refusals[key]
@@ -315,13 +318,18 @@ def split_array(request: ArrayRequest) -> list[JobRequest]:
     return [job.model_copy(update={"run_id": run}) for run in runs]
 
 
-def _check_group(jobs: Sequence[JobRequest]) -> None:
+def _check_group(jobs: Sequence[JobRequest], auxiliary: Collection[str] = ()) -> None:
     if not all(job.detached for job in jobs):
         raise InvalidRequest("jobs: all jobs of a job group are detached, and so wait without a notebook")
     if len({job.after for job in jobs}) > 1:
         raise InvalidRequest("jobs: all jobs of a job group have the same `after`, because they start together")
     if len({job.run_id for job in jobs}) < len(jobs):
         raise InvalidRequest("jobs: each job of a job group needs a run_id of its own")
+    runs = {job.run_id for job in jobs}
+    if unknown := sorted(set(auxiliary) - runs):
+        raise InvalidRequest(f"auxiliary: {unknown[0]} is not a job of the group")
+    if runs == set(auxiliary):
+        raise InvalidRequest("auxiliary: at least one job of the group ends by itself; leave it out")
 
 
 def find_predecessor(transaction: Transaction, owner: str, run: str, stored: Sequence[JobRow]) -> bool:

@@ -116,6 +116,7 @@ def build_job(
     after: str | None = None,
     is_held: bool = False,
     bundle: str | None = None,
+    auxiliary_s: int | None = None,
 ) -> tuple[JobRow, LeaseRow]:
     """Build a waiting job and its lease. The job ends with `notebook`, unless it is detached, and with `joined`.
 
@@ -141,7 +142,7 @@ def build_job(
         purpose=Purpose.JOB,
         subject=job_id,
         profile=None,
-        resources=replace(build_job_resources(cluster, request), bundle=bundle),
+        resources=replace(build_job_resources(cluster, request), bundle=bundle, auxiliary_s=auxiliary_s),
         created_at=transaction.now,
         since=transaction.now,
         time_limit_s=choose_time_limit(

@@ -1,4 +1,5 @@
-"""Jobs that wait for other jobs of their owner: after a run or an array, and for their turn in an array with a limit.
+"""Jobs that wait for other jobs of their owner: after a run or an array, and for their turn in an array with a limit;
+and those of a job group that end with the others.
 
 Such a job has a held request, which the scheduler does not know. It is released, or the job ends, in the transaction
 in which the last job that it waits for ends, so that a restart of the broker changes nothing.
@@ -9,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.domain import job_states
+from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.models import JobRow
+
+#: Why an auxiliary job of a job group ends.
+_PRIMARY_ENDED = "the tasks of its job group that it served have ended"
 
 
 def update_dependents(transaction: Transaction, ended: JobRow) -> None:
@@ -20,6 +25,7 @@ def update_dependents(transaction: Transaction, ended: JobRow) -> None:
             _update_dependent(transaction, job, ended, run)
     if ended.array is not None:
         fill_array(transaction, ended.owner, ended.array)
+        _end_auxiliary(transaction, ended.owner, ended.array)
 
 
 def fill_array(transaction: Transaction, owner: str, array: str) -> None:
@@ -33,6 +39,18 @@ def fill_array(transaction: Transaction, owner: str, array: str) -> None:
     count = len(ready) if limit is None else max(0, limit - (len(jobs) - len(held)))
     for job in ready[:count]:
         transaction.put_lease(transaction.leases[job.lease_id].evolve(is_held=False))
+
+
+def _end_auxiliary(transaction: Transaction, owner: str, group: str) -> None:
+    """End the auxiliary jobs of a job group when all others have ended: those that run, after their delay."""
+    jobs = _sort_jobs(transaction, transaction.index.find("array", owner, group))
+    delays = [(job, transaction.leases[job.lease_id].resources.auxiliary_s) for job in jobs]
+    for job, delay_s in delays if all(delay_s is not None for _, delay_s in delays) else ():
+        lease = transaction.leases[job.lease_id]
+        if lease.state is LeaseState.REQUESTED or not delay_s:
+            transaction.put_job(job_states.stop(job, _PRIMARY_ENDED, transaction.now))
+        else:
+            transaction.put_lease(lease_states.shorten(lease, transaction.now + delay_s, _PRIMARY_ENDED))
 
 
 def _sort_jobs(transaction: Transaction, job_ids: Iterable[str]) -> list[JobRow]:

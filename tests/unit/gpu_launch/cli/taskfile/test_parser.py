@@ -300,11 +300,43 @@ def test_several_documents_are_a_pipeline() -> None:
     assert _parse("name: x\n---\nrun: a\n").name == "x"
 
 
+_HEADER = "execution: parallel\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "delays"),
+    [
+        ("", [None, None, None]),
+        ("primary_tasks: [a]\n", [None, 0, 0]),
+        ("primary_tasks: a\ntermination_delay: 30\n", [None, 30, 30]),
+        ("primary_tasks: [a, b]\ntermination_delay: 5m\n", [None, None, 300]),
+        ("primary_tasks: [a]\ntermination_delay: {default: 30s, c: 2m}\n", [None, 30, 120]),
+    ],
+)
+def test_tasks_that_serve_primary_ones_end_with_them(header: str, delays: list[int | None]) -> None:
+    """At once, or after the delay of all or of one."""
+    tasks = parser.parse_task_files(
+        f"{_HEADER}{header}---\nname: a\nrun: a\n---\nname: b\nrun: b\n---\nname: c\nrun: c\n"
+    )
+    assert [task.auxiliary_s for task in tasks] == delays
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("name: x\nexecution: both\n---\nrun: a\n", "line 2: execution is not known, or not supported"),
-        ("name: x\nprimary_tasks: [a]\n---\nrun: a\n", "line 2: primary_tasks is not known, or not supported"),
+        ("name: x\nexecution: both\n---\nrun: a\n", "line 2: execution is 'both': parallel or serial is needed"),
+        ("name: x\nprimary_tasks: [a]\n---\nrun: a\n", "line 2: primary_tasks is for tasks that run side by side"),
+        (_HEADER + "primary_tasks: {a: b}\n---\nrun: a\n", "line 2: primary_tasks is a list of tasks"),
+        (_HEADER + "primary_tasks: [c]\n---\nname: a\nrun: a\n---\nname: b\nrun: b\n", "there is no task 'c'"),
+        (_HEADER + "termination_delay: 5s\n---\nrun: a\n", "line 2: termination_delay goes with primary_tasks"),
+        (
+            _HEADER + "primary_tasks: a\ntermination_delay: soon\n---\nrun: a\n",
+            "line 3: termination_delay cannot be read: soon: a span of time",
+        ),
+        (
+            _HEADER + "primary_tasks: a\ntermination_delay: {c: 5s}\n---\nname: a\nrun: a\n---\nname: b\nrun: b\n",
+            "termination_delay: there is no task 'c'; the tasks are a, b",
+        ),
         ("name: x\n---\nsetup: a\n", "it has no `run`"),
         ("name: x\n---\nrun: a\nnmae: b\n", "line 4: nmae is not known"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -55,12 +56,52 @@ async def test_group_waits_for_a_run(setting: Setting) -> None:
         group = await request_group(running, build_job(0, after="run-000002"), build_job(1, after="run-000002"))
         await wait_for_state(running, f"/jobs/{first['id']}", "running", "ada")
         assert await find_states(running, group) == ["waiting", "waiting"]
-        worker = (await read(running, "ada", f"/jobs/{first['id']}"))["workers"][0]
-        node = running.setting.nodes[worker["node"]]
-        [container] = [one for one in node.of_kind("worker") if one["Labels"]["gpuhub.job"] == first["id"]]
-        node.end_container(container["Id"], code=0)
+        await end_program(running, first)
         for job in group:
             await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
+
+
+async def end_program(running: Running, job: Any) -> None:
+    """End the program of a running job's worker, well."""
+    worker = (await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada"))["workers"][0]
+    node = running.setting.nodes[worker["node"]]
+    [container] = [one for one in node.of_kind("worker") if one["Labels"]["gpuhub.job"] == job["id"]]
+    node.end_container(container["Id"], code=0)
+
+
+async def test_auxiliary_jobs_end_with_the_others(setting: Setting) -> None:
+    """One at once, one after its delay, when the last of the others has ended, and not before."""
+    async with asgi_broker(setting) as running:
+        body = {
+            "run_id": GROUP,
+            "jobs": [build_job(number) for number in range(3)],
+            "auxiliary": {f"{GROUP}-1": 0, f"{GROUP}-2": 600},
+        }
+        group = await post(running, "ada", "/jobs/groups", body, 201)
+        for job in group:
+            await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
+        assert [job["lease"]["expires_at"] for job in await read(running, "ada", "/jobs")] == [None] * 3
+        await end_program(running, group[0])
+        ended = await wait_for_state(running, f"/jobs/{group[1]['id']}", "ended", "ada")
+        assert ended["reason"] == "the tasks of its job group that it served have ended"
+        last = await read(running, "ada", f"/jobs/{group[2]['id']}")
+        assert last["state"] == "running"
+        left_s = (datetime.fromisoformat(last["lease"]["expires_at"]) - datetime.now(UTC)).total_seconds()
+        assert 540 < left_s <= 600
+
+
+@pytest.mark.parametrize(
+    ("auxiliary", "text"),
+    [
+        ({"run-000009": 0}, "auxiliary: run-000009 is not a job of the group"),
+        ({f"{GROUP}-0": 0, f"{GROUP}-1": 0}, "auxiliary: at least one job of the group ends by itself"),
+    ],
+)
+async def test_auxiliary_jobs_are_some_of_the_group(setting: Setting, auxiliary: dict[str, int], text: str) -> None:
+    """Others are refused by name."""
+    async with asgi_broker(setting) as running:
+        body = {"run_id": GROUP, "jobs": [build_job(0), build_job(1)], "auxiliary": auxiliary}
+        assert text in (await post(running, "ada", "/jobs/groups", body, 422))["detail"]
 
 
 @pytest.mark.parametrize(
