@@ -53,7 +53,7 @@ def note_port(context: Context, job: models.Job) -> None:
 @json_option
 @pass_context
 def ps(context: Context, array: str | None, is_all: bool) -> None:
-    """List your jobs: those that wait and run; or all tasks of one array, with their states counted."""
+    """List your jobs: those that wait and run; or all tasks of one array or job group, with their states counted."""
     if array is not None:
         _list_tasks(context, array)
         return
@@ -71,7 +71,7 @@ def ps(context: Context, array: str | None, is_all: bool) -> None:
 def _list_tasks(context: Context, text: str) -> None:
     jobs = match_jobs(text, list_own_jobs(context, ended=True))
     if jobs[0].array is None:
-        raise UsageError(f"{jobs[0].run_id} is a job of its own, and not an array. gpu-launch ps -a lists it.")
+        raise UsageError(f"{jobs[0].run_id} is a job of its own, and no array or job group. gpu-launch ps -a lists it.")
     tasks = sorted(jobs, key=lambda job: int(job.run_id.rpartition("-")[2]))
     now = datetime.now(UTC)
     rows = [tables.build_job_row(job, now) for job in tasks]

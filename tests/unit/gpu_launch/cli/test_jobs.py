@@ -183,4 +183,4 @@ def test_tasks_of_an_array_are_one_table(hub: FakeHub, capsys: pytest.CaptureFix
     assert [line.split()[0].rpartition("-")[2] for line in lines[1:12]] == [str(number) for number in range(11)]
     assert lines[12] == "11 tasks of run-20260101-000000-abc123: 10 waiting, 1 failed"
     assert main.run_command(["ps", "other"]) == 2
-    assert "is a job of its own, and not an array" in capsys.readouterr().err
+    assert "is a job of its own, and no array or job group" in capsys.readouterr().err
