@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
+from gpuhub.scheduler.circuits import (
+    exceeds_at,
+    find_current_headroom,
+    find_first_fit,
+    find_slots,
+    group_by_circuit,
+    protect_power,
+)
 from gpuhub.scheduler.indexes.availability_index import (
     AvailabilityIndex,
     CapacityClaim,
@@ -15,6 +23,7 @@ from gpuhub.scheduler.indexes.availability_index import (
 )
 from gpuhub.scheduler.indexes.capacity_index import IMMEDIATELY, UNKNOWN_TIME, CapacityIndex, IndexedNode, NodeMask
 from gpuhub.scheduler.indexes.fit_index import CapacityMask
+from gpuhub.scheduler.indexes.power_headroom import PowerHeadroom
 from gpuhub.scheduler.interface import NodeAllocation, Reservation, SchedulingRequest
 
 NO_EXCEPTION = -math.inf
@@ -40,6 +49,8 @@ class ProtectedCapacity:
     masks: dict[str, NodeMask]
     #: The same capacity for plans: until when it is not available.
     claims: dict[str, CapacityClaim]
+    #: What each enforced circuit can supply to requests that do not end before, by its name.
+    headrooms: dict[str, PowerHeadroom] = field(default_factory=dict)
     #: Id of the reservation behind it, whose users are not affected; None for a planned start.
     reservation: str | None = None
     #: Id of the request whose start is protected.
@@ -91,10 +102,13 @@ class ProtectionTable:
         mask = self._masks.get(tuple(numbers))
         if mask is None:
             by_node: dict[str, NodeMask] = {}
+            headrooms: dict[str, list[PowerHeadroom]] = {}
             for number in numbers:
+                for circuit, headroom in self._protections[number].headrooms.items():
+                    headrooms.setdefault(circuit, []).append(headroom)
                 for node, node_mask in self._protections[number].masks.items():
                     by_node[node] = by_node[node].combine(node_mask) if node in by_node else node_mask
-            mask = self._masks[tuple(numbers)] = CapacityMask(self._capacity, by_node)
+            mask = self._masks[tuple(numbers)] = CapacityMask(self._capacity, by_node, headrooms)
         return mask
 
     def collect_claims(self, admitted: Set[str]) -> dict[str, list[CapacityClaim]]:
@@ -109,7 +123,10 @@ class ProtectionTable:
     def apply_grant(
         self, request: SchedulingRequest, node_allocations: Sequence[NodeAllocation], admitted: Set[str]
     ) -> None:
-        """Reduce the CPU and memory that others may use next to protected capacity, after a grant that outlasts it."""
+        """Reduce the CPU, memory and power that others may use next to protected capacity, after a grant that outlasts
+        it.
+        """
+        self._apply_power(request, node_allocations, admitted)
         if not (request.cpu_milli or request.memory_mib):
             return
         for protection in self._protections:
@@ -130,6 +147,19 @@ class ProtectionTable:
                 )
             self._masks.clear()
 
+    def _apply_power(
+        self, request: SchedulingRequest, node_allocations: Sequence[NodeAllocation], admitted: Set[str]
+    ) -> None:
+        if not self._capacity.circuits:
+            return
+        slots = {node_allocation.node: node_allocation.slots for node_allocation in node_allocations}
+        for circuit, of_circuit in group_by_circuit(slots, self._capacity).items():
+            for protection in self._protections:
+                headroom = protection.headrooms.get(circuit)
+                if headroom is not None and protection.applies_to(self.now, request.time_limit_s, admitted):
+                    protection.headrooms[circuit] = headroom.use(of_circuit)
+                    self._masks.clear()
+
 
 def plan_start(
     request: SchedulingRequest,
@@ -142,6 +172,14 @@ def plan_start(
         starts = [_plan_spread(request, request.spread, availability, claims, capacity) for availability in indexes]
     else:
         starts = [_plan_on_nodes(request, availability, claims, capacity) for availability in indexes]
+    planned = _find_first(starts)
+    if planned is None or not exceeds_at(planned.starts_at, find_slots(planned.slots, capacity), claims, capacity):
+        return planned
+    fits = [find_first_fit(request, availability, claims, capacity, planned.starts_at) for availability in indexes]
+    return _find_first(fit and PlannedStart(request=request, starts_at=fit[0], slots=fit[1]) for fit in fits)
+
+
+def _find_first(starts: Iterable[PlannedStart | None]) -> PlannedStart | None:
     return min(
         (planned for planned in starts if planned is not None), key=lambda planned: planned.starts_at, default=None
     )
@@ -175,14 +213,22 @@ def protect_start(
             cpu_milli=request.cpu_milli,
             memory_mib=request.memory_mib,
         )
+    protection.headrooms = protect_power(find_slots(planned.slots, capacity), capacity, planned.starts_at, claims)
     return protection
 
 
-def protect_candidates(slots: Mapping[str, frozenset[str]]) -> ProtectedCapacity:
+def protect_candidates(
+    request: SchedulingRequest, slots: Mapping[str, frozenset[str]], capacity: CapacityIndex
+) -> ProtectedCapacity:
     """Return the protection without backfill: of everything that the blocked request could ever use."""
-    return ProtectedCapacity(
+    protection = ProtectedCapacity(
         exempt_until=NO_EXCEPTION, masks={node: NodeMask(slots=uuids) for node, uuids in slots.items()}, claims={}
     )
+    for circuit, of_circuit in group_by_circuit(find_slots(slots, capacity), capacity).items():
+        headroom = find_current_headroom(capacity, circuit)
+        needed = sorted((headroom.count_watts([slot]) for slot in of_circuit), reverse=True)[: request.size]
+        protection.headrooms[circuit] = replace(headroom, free=headroom.free - sum(needed))
+    return protection
 
 
 def _protect_reservation(reservation: Reservation, capacity: CapacityIndex) -> ProtectedCapacity:
@@ -192,6 +238,8 @@ def _protect_reservation(reservation: Reservation, capacity: CapacityIndex) -> P
         if slots:
             protection.masks[name] = NodeMask(slots=slots)
             protection.claims[name] = CapacityClaim(slots=slots, until=reservation.ends_at)
+    reserved = find_slots({name: claim.slots for name, claim in protection.claims.items()}, capacity)
+    protection.headrooms = protect_power(reserved, capacity, reservation.starts_at, {})
     return protection
 
 

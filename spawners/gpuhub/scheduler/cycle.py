@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from gpuhub.scheduler.backfill import PlannedStart, ProtectionTable, plan_start, protect_candidates, protect_start
 from gpuhub.scheduler.bundles import BundleMember, combine, list_members, place_members, plan_members, preempt_members
+from gpuhub.scheduler.circuits import count_needed
 from gpuhub.scheduler.feasibility import find_candidate_slots
-from gpuhub.scheduler.gang_placement import build_note, count_needed, place_request
+from gpuhub.scheduler.gang_placement import build_note, place_request
 from gpuhub.scheduler.indexes.fit_index import CapacityMask
 from gpuhub.scheduler.interface import (
     Allocation,
@@ -200,7 +201,7 @@ class SchedulingCycle:
         if not request.size or self._is_reserved_only(group, request, indexes):
             return
         if plan_start(request, indexes.availability, {}, capacity) is not None:
-            self.protections.add(protect_candidates(find_candidate_slots(request, capacity)))
+            self.protections.add(protect_candidates(request, find_candidate_slots(request, capacity), capacity))
 
     def _skips_planning(
         self, group: RequestGroup, request: SchedulingRequest, indexes: VariantIndexes, mask: CapacityMask | None
@@ -217,6 +218,8 @@ class SchedulingCycle:
         if all_reservations == group.admitted:
             return False
         mask = self.protections.build_mask(request.time_limit_s, all_reservations)
+        if self._state.capacity.circuits:
+            return place_request(request, indexes.fit_indexes, mask, None) is not None
         needed = count_needed(request)
         return any(fit_index.count(mask) >= needed for fit_index in indexes.fit_indexes)
 

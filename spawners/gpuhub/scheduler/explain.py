@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.common.units import format_span
 from gpuhub.scheduler.bundles import combine, list_members
+from gpuhub.scheduler.circuits import exceeds, find_budget, find_circuit, find_current_headroom, group_by_circuit
 from gpuhub.scheduler.cycle import SchedulingCycle
 from gpuhub.scheduler.feasibility import (
     MAX_NAMED,
@@ -18,9 +19,9 @@ from gpuhub.scheduler.feasibility import (
     find_candidate_slots,
     format_names,
 )
-from gpuhub.scheduler.gang_placement import describe_models, place_request
+from gpuhub.scheduler.gang_placement import describe_models, find_headrooms, find_least_power, place_request
 from gpuhub.scheduler.indexes.capacity_index import IMMEDIATELY, UNKNOWN_TIME, NodeMask
-from gpuhub.scheduler.interface import Constraint, SchedulingRequest
+from gpuhub.scheduler.interface import Constraint, GpuSlot, SchedulingRequest
 from gpuhub.scheduler.queue import RequestGroup
 from gpuhub.scheduler.state import SchedulerState
 
@@ -30,6 +31,7 @@ _MAX_STEPS = 8192
 FORECAST_WORK, CONSTRAINTS_WORK = 12_288, 24_576
 #: A time limit that lets a request be backfilled before others, seconds.
 _SHORT_S = 3600.0
+_REQUESTED_EARLIER = "requested earlier by others"
 
 
 def describe_wait(
@@ -61,6 +63,7 @@ def _describe_obstacles(
         return f"{describe_request(request)}: {_describe_shortage(request)}"
     reasons = [
         _describe_waking(candidates, state),
+        _describe_circuits(request, group, cycle, state),
         _describe_releases(request, cycle, state),
         _describe_holders(candidates, cycle, state),
         _describe_competitors(request, candidates, cycle, state),
@@ -68,7 +71,8 @@ def _describe_obstacles(
         _describe_unavailable(candidates, state),
         _describe_closed(request, candidates, state),
     ]
-    return f"{describe_request(request)}: {'; '.join(filter(None, reasons)) or _describe_shortage(request)}"
+    distinct = dict.fromkeys(filter(None, reasons))
+    return f"{describe_request(request)}: {'; '.join(distinct) or _describe_shortage(request)}"
 
 
 def _describe_releases(request: SchedulingRequest, cycle: SchedulingCycle, state: SchedulerState) -> str:
@@ -86,6 +90,45 @@ def _describe_releases(request: SchedulingRequest, cycle: SchedulingCycle, state
                     owner = state.capacity.allocations[allocation_id].request.owner
                     models.setdefault(owner, Counter())[slot.card.model] += 1
     return ", ".join(f"waits for {owner} to release {describe_models(counts)}" for owner, counts in models.items())
+
+
+def _describe_circuits(
+    request: SchedulingRequest, group: RequestGroup, cycle: SchedulingCycle, state: SchedulerState
+) -> str:
+    """Return the circuits that cannot supply GPUs which are free otherwise, or that earlier requests count on them."""
+    if not state.capacity.circuits:
+        return ""
+    mask = cycle.protections.build_mask(request.time_limit_s, group.admitted, request.id)
+    for fit_index in state.find_fit_indexes(request):
+        slots = find_least_power(request, fit_index, mask)
+        current = find_headrooms(state.capacity, None)
+        texts = [
+            _describe_circuit(circuit, of_circuit, cycle, state)
+            for circuit, of_circuit in group_by_circuit(slots, state.capacity).items()
+            if exceeds({of_circuit[0].node: of_circuit}, current, state.capacity)
+        ]
+        if texts:
+            return "; ".join(texts)
+        all_admitted = frozenset(reservation.id for reservation in state.reservations)
+        others = cycle.protections.build_mask(request.time_limit_s, all_admitted, request.id)
+        if exceeds(slots, find_headrooms(state.capacity, others), state.capacity):
+            return _REQUESTED_EARLIER
+    return ""
+
+
+def _describe_circuit(circuit: str, slots: Sequence[GpuSlot], cycle: SchedulingCycle, state: SchedulerState) -> str:
+    """Return such as `circuit 'left' has 290 W of 1,140 W for GPUs left and 575 W are needed (taken by ada)`."""
+    headroom = find_current_headroom(state.capacity, circuit)
+    nodes = [state.capacity.nodes[name] for name in state.capacity.circuits[circuit]]
+    owners = {
+        state.capacity.allocations[allocation_id].request.owner
+        for node in nodes
+        for allocation_id, use in node.uses.items()
+        if use.positions and allocation_id not in cycle.grants
+    }
+    left = f"{max(0, headroom.free):,} W of {find_budget(nodes[0]).gpu_watts:,} W for GPUs left"
+    taken = f" (taken by {format_names(owners)})" if owners else ""
+    return f"circuit {circuit!r} has {left} and {headroom.count_watts(slots):,} W are needed{taken}"
 
 
 def _describe_holders(candidates: Mapping[str, frozenset[str]], cycle: SchedulingCycle, state: SchedulerState) -> str:
@@ -115,7 +158,7 @@ def _describe_competitors(
     if taken or any(
         _has_free(state, name, candidates[name], node_mask) for name, node_mask in masks.items() if name in candidates
     ):
-        return "requested earlier by others"
+        return _REQUESTED_EARLIER
     return ""
 
 
@@ -136,6 +179,11 @@ def _describe_reservations(
 ) -> str:
     """Return the reservations for other users on GPUs that the request could use, and their ends."""
     uuids = frozenset().union(*candidates.values())
+    circuits = {find_circuit(state.capacity, name) for name in candidates}
+    for circuit, names in state.capacity.circuits.items():
+        if circuit in circuits:
+            # What is reserved there keeps its power as well.
+            uuids = uuids.union(*(state.capacity.nodes[name].positions for name in names))
     texts = []
     for reservation in state.reservations:
         if reservation.id not in group.admitted and reservation.ends_at > cycle.now and reservation.uuids & uuids:

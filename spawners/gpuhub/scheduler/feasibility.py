@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
 from gpuhub.common import gpu
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.node_access import describe_access
+from gpuhub.scheduler.circuits import (
+    GpuPart,
+    Headrooms,
+    count_needed,
+    list_parts,
+    needs_parts_together,
+    select_parts,
+    sum_watts,
+)
 from gpuhub.scheduler.demand import list_variants
 from gpuhub.scheduler.indexes.capacity_index import CapacityIndex
-from gpuhub.scheduler.interface import NodeCapacity, SchedulingRequest
+from gpuhub.scheduler.indexes.power_headroom import PowerHeadroom
+from gpuhub.scheduler.interface import GpuSlot, NodeCapacity, SchedulingRequest
 
 #: Owners or nodes that are named in one line.
 MAX_NAMED = 4
@@ -25,10 +36,16 @@ def find_candidate_slots(request: SchedulingRequest, capacity: CapacityIndex) ->
         accepted = {number for card, number in capacity.cards.items() if variant.accepts(card)}
         for name, node in capacity.nodes.items():
             slots = zip(node.capacity.slots, node.cards, strict=True)
-            uuids = frozenset(slot.uuid for slot, number in slots if number in accepted)
+            uuids = frozenset(
+                slot.uuid for slot, number in slots if number in accepted and _can_be_supplied(slot, node.capacity)
+            )
             if uuids and variant.gpus and len(uuids) >= variant.gpus and variant.accepts_node(node.capacity):
                 candidates[name] = candidates.get(name, frozenset()) | uuids
     return candidates
+
+
+def _can_be_supplied(slot: GpuSlot, node: NodeCapacity) -> bool:
+    return node.circuit is None or (slot.watts or 0) <= node.circuit.gpu_watts
 
 
 def explain_infeasible(
@@ -41,7 +58,7 @@ def explain_infeasible(
         nodes: Driver, CPU, memory and groups of the nodes of which these are known.
     """
     closed = {name for name in cards if name in nodes and not nodes[name].admits(request.groups)}
-    reason = _explain_infeasible(request, cards, nodes, closed)
+    reason = _explain_infeasible(request, cards, nodes, closed) or _explain_power(request, cards, nodes, closed)
     if reason is None or not closed:
         return reason
     return f"{reason}; {describe_closed(nodes[name] for name in closed)}"
@@ -101,6 +118,99 @@ def _explain_infeasible(
     number = "too few" if one_model else len(suitable) or "none"
     supply = f"{number} of the nodes{excluding} can provide it{one_model}"
     return f"{describe_request(request)} was requested; {supply}; {available}"
+
+
+def _explain_power(
+    request: SchedulingRequest,
+    cards: Mapping[str, Sequence[GpuSpec] | None],
+    nodes: Mapping[str, NodeCapacity],
+    closed: Set[str],
+) -> str | None:
+    """Return which circuit could never supply the request, and what it could; None if the circuits suffice."""
+    names = [name for name in cards.keys() - request.exclude - closed if _has_resources(request, nodes.get(name))]
+    usable = [nodes[name] for name in sorted(names) if name in nodes]
+    circuits = {node.circuit.name: node.circuit for node in usable if node.circuit is not None}
+    # A GPU that was never read may be one that is supplied.
+    is_known = all(name in nodes and len(nodes[name].slots) >= len(cards[name] or (None,)) for name in names)
+    if not circuits or not request.size or not is_known or _can_supply(request, usable):
+        return None
+    parts = _find_least_parts(request, usable)
+    texts = [
+        f"{sum_watts(slots):,} W of circuit {circuit!r}, which leaves {circuits[circuit].gpu_watts:,} W to GPUs"
+        for circuit, slots in parts.items()
+        if sum_watts(slots) > circuits[circuit].gpu_watts
+    ]
+    smaller = next((other for other in _list_smaller(request) if _can_supply(other, usable)), None)
+    models = {
+        slot.card.model: slot.watts
+        for node in usable
+        for slot in node.slots
+        if slot.watts is not None and _can_be_supplied(slot, node)
+    }
+    if smaller is not None:
+        remedy = f"possible is: {describe_request(smaller)}"
+    elif models:
+        remedy = f"possible are: {', '.join(f'{model} ({watts:,} W)' for model, watts in sorted(models.items()))}"
+    else:
+        remedy = "ask the administrator for a lower power limit of the GPUs"
+    return f"{describe_request(request)} was requested, and needs {' and '.join(texts)}; {remedy}"
+
+
+def _can_supply(request: SchedulingRequest, nodes: Iterable[NodeCapacity]) -> bool:
+    """Return whether the circuits could supply a request if nothing else were in use."""
+    nodes = list(nodes)
+    headrooms = _build_full_headrooms(nodes)
+    return any(
+        len(select_parts(parts, headrooms, together=needs_parts_together(request))) >= count_needed(request)
+        for parts in _list_parts_by_model(request, nodes)
+    )
+
+
+def _find_least_parts(request: SchedulingRequest, nodes: Sequence[NodeCapacity]) -> dict[str, list[GpuSlot]]:
+    """Return the GPUs that need least power for a request, by their circuit."""
+    needed = count_needed(request)
+    enough = [parts[:needed] for parts in _list_parts_by_model(request, nodes) if len(parts) >= needed]
+    parts: dict[str, list[GpuSlot]] = {}
+    for part in min(enough, key=lambda parts: sum(sum_watts(part.slots) for part in parts)):
+        if part.circuit is not None:
+            parts.setdefault(part.circuit, []).extend(part.slots)
+    return parts
+
+
+def _list_parts_by_model(request: SchedulingRequest, nodes: Sequence[NodeCapacity]) -> Iterator[list[GpuPart]]:
+    """Yield the parts of each model that the request could get, or of all if it may mix them."""
+    circuits = {node.name: None if node.circuit is None else node.circuit.name for node in nodes}
+    headrooms = _build_full_headrooms(nodes)
+    for model in _list_models(request, {node.name: [slot.card for slot in node.slots] for node in nodes}):
+        slots = {
+            node.name: [
+                slot
+                for slot in node.slots
+                if model in (None, slot.card.model) and request.requirement.accepts(slot.card)
+            ]
+            for node in nodes
+        }
+        least = 1 if request.spread is not None else request.gpus_per_node
+        enough = {name: of_node for name, of_node in slots.items() if len(of_node) >= least}
+        yield list_parts(request, enough, circuits, headrooms)
+
+
+def _build_full_headrooms(nodes: Iterable[NodeCapacity]) -> Headrooms:
+    """Return what the circuits can supply while nothing is in use."""
+    circuits = {node.circuit for node in nodes if node.circuit is not None}
+    return {circuit.name: [PowerHeadroom(free=circuit.gpu_watts)] for circuit in circuits}
+
+
+def _list_smaller(request: SchedulingRequest) -> Iterator[SchedulingRequest]:
+    """Yield smaller requests, the largest first: with fewer GPUs, or fewer nodes, then one node with fewer GPUs."""
+    for spread in range((request.spread or 1) - 1, 0, -1):
+        yield replace(request, spread=spread)
+    if request.spread is not None:
+        return
+    for nodes in range(request.least_nodes - 1, 0, -1):
+        yield replace(request, nodes=nodes, least_nodes=nodes)
+    for gpus in range(request.gpus_per_node - 1, 0, -1):
+        yield replace(request, nodes=1, least_nodes=1, gpus_per_node=gpus)
 
 
 def describe_request(request: SchedulingRequest) -> str:

@@ -31,6 +31,15 @@ def build_parameters(scheduling: SchedulingSettings) -> SchedulingParameters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitBudget:
+    """An enforced circuit: GPUs in use on its nodes may draw no more together than its machines leave."""
+
+    name: str
+    #: The most for the GPUs of all its nodes together, watts.
+    gpu_watts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSlot:
     """One GPU of the cluster, or one MIG device."""
 
@@ -43,6 +52,15 @@ class GpuSlot:
     available: bool = True
     #: The reason, for people, such as `in use outside gpuhub: 2 processes, 5.1 GiB`.
     unavailable_reason: str | None = None
+    #: The most that the GPU may draw, watts; None if not known. A MIG device has the power limit of its GPU.
+    watts: int | None = None
+    #: UUID of a MIG device's GPU.
+    parent: str | None = None
+
+    @property
+    def whole_uuid(self) -> str:
+        """Return the UUID of the GPU, also for one of its MIG devices."""
+        return self.parent or self.uuid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +91,8 @@ class NodeCapacity:
     memory_without_gpu: int = 0
     #: Only requests of owners in one of these groups are placed there; empty for all requests.
     groups: frozenset[str] = frozenset()
+    #: The enforced circuit that supplies it, the same on all of its nodes; None for no limit.
+    circuit: CircuitBudget | None = None
 
     def admits(self, groups: frozenset[str]) -> bool:
         """Return whether requests of an owner with these groups may be placed on the node."""
@@ -398,6 +418,10 @@ class Scheduler(Protocol):
         """Return every GPU that the request could ever use, free or not."""
         ...
 
+    def report_circuits(self) -> Mapping[str, CircuitUsage]:
+        """Return how much of each enforced circuit is taken, by its name."""
+        ...
+
     def has_room(self, node: str, cpu_milli: int, memory_mib: int) -> bool:
         """Return whether a node has this CPU (thousandths of a core) and memory besides what is held there."""
         ...
@@ -426,6 +450,18 @@ class Scheduler(Protocol):
     def report_usage(self, now: float) -> Mapping[str, OwnerUsage]:
         """Return the GPUs and usage of each known owner."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitUsage:
+    """What the GPUs in use on an enforced circuit may draw, and the most that they may, watts."""
+
+    taken_watts: int
+    gpu_watts: int
+    #: UUIDs of all GPUs and MIG devices on its nodes.
+    uuids: frozenset[str] = frozenset()
+    #: Those of them that are not in use, and that it cannot supply as well now.
+    unsupplied: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpuhub.scheduler.backfill import plan_start
+from gpuhub.scheduler.circuits import find_circuit
 from gpuhub.scheduler.indexes.availability_index import AvailabilityIndex, CapacityClaim
 from gpuhub.scheduler.indexes.capacity_index import CapacityIndex, IndexedNode
 from gpuhub.scheduler.interface import Allocation, Preemption, SchedulingRequest
@@ -100,6 +101,8 @@ class VictimSearch:
     def find(self, victims: Sequence[PreemptionVictim]) -> list[PreemptionVictim]:
         """Return the victims; none if no set of them makes the request fit."""
         chosen = self._select_spread(victims) if self.request.spread is not None else self._select_per_node(victims)
+        if self.capacity.circuits and not self._fits(chosen):
+            chosen = self._select_for_power(chosen, victims)
         return self._prune(chosen) if chosen and self._fits(chosen) else []
 
     def _select_spread(self, victims: Sequence[PreemptionVictim]) -> list[PreemptionVictim]:
@@ -130,6 +133,29 @@ class VictimSearch:
             if missing and _keeps_minimum(extended):
                 chosen, missing = extended, missing - 1
         return chosen
+
+    def _select_for_power(
+        self, chosen: list[PreemptionVictim], victims: Sequence[PreemptionVictim]
+    ) -> list[PreemptionVictim]:
+        """Select further victims on enforced circuits, one by one until the request fits; none if all do not help."""
+        others = [
+            victim
+            for victim in sorted(victims, key=lambda victim: victim.cost)
+            if victim not in chosen and any(self._is_on_circuit(node) for node in victim.nodes)
+        ]
+        extended = list(chosen)
+        for victim in others:
+            if _keeps_minimum([*extended, victim]):
+                extended.append(victim)
+        if not self._fits(extended):
+            return []
+        for count in range(len(chosen) + 1, len(extended)):
+            if self._fits(extended[:count]):
+                return extended[:count]
+        return extended
+
+    def _is_on_circuit(self, node: str) -> bool:
+        return node in self.capacity.nodes and find_circuit(self.capacity, node) is not None
 
     def _count_useful(self, victim: PreemptionVictim) -> int:
         """Return the number of its GPUs that the request accepts."""

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gpuhub.common.gpu import GpuSpec
-from gpuhub.scheduler import bundles, explain, feasibility
+from gpuhub.scheduler import bundles, circuits, explain, feasibility
 from gpuhub.scheduler.cycle import SchedulingCycle
 from gpuhub.scheduler.feasibility import find_candidate_slots
 from gpuhub.scheduler.interface import (
     Allocation,
+    CircuitUsage,
     Constraint,
     NodeCapacity,
     OwnerUsage,
@@ -77,6 +78,9 @@ class BaseScheduler:
 
     def find_candidates(self, request: SchedulingRequest) -> frozenset[str]:
         return frozenset[str]().union(*find_candidate_slots(request, self._state.capacity).values())
+
+    def report_circuits(self) -> Mapping[str, CircuitUsage]:
+        return circuits.report_circuits(self._state.capacity)
 
     def has_room(self, node: str, cpu_milli: int, memory_mib: int) -> bool:
         found = self._state.capacity.nodes.get(node)

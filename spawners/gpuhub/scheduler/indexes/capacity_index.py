@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from gpuhub.common.gpu import GpuSpec
 from gpuhub.scheduler.demand import UNLIMITED, WHOLE
+from gpuhub.scheduler.indexes.power_headroom import PowerHeadroom
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeCapacity
 from gpuhub.scheduler.placement import FreeCapacity
 
@@ -139,6 +140,11 @@ class CapacityIndex:
         self.node_groups: frozenset[str] = frozenset()
         #: Nodes with cards of more than one kind.
         self.mixed_nodes: set[str] = set()
+        #: The nodes of each enforced circuit, by its name.
+        self.circuits: dict[str, set[str]] = {}
+        #: What each of them can still supply, cached for a number of changes.
+        self.headrooms: dict[str, PowerHeadroom] = {}
+        self.headrooms_at = -1
         self._dropped = 0
         self._on_node: dict[str, dict[str, None]] = {}
         self._log: list[str] = []
@@ -171,6 +177,7 @@ class CapacityIndex:
         if not capacity.groups <= self.node_groups:
             self.node_groups |= capacity.groups
             self.epoch += 1
+        self._connect(existing, capacity)
         node = IndexedNode(capacity=capacity, cards=tuple(self.cards[slot.card] for slot in capacity.slots))
         node.positions = {slot.uuid: position for position, slot in enumerate(capacity.slots)}
         self.nodes[capacity.name] = node
@@ -181,6 +188,16 @@ class CapacityIndex:
         for allocation_id in self._on_node.get(capacity.name, ()):
             self._attach(node, self.allocations[allocation_id])
         self._log_change(node)
+
+    def _connect(self, existing: IndexedNode | None, capacity: NodeCapacity) -> None:
+        """Note which circuit supplies a node; one without nodes is forgotten."""
+        before = None if existing is None else existing.capacity.circuit
+        if before is not None:
+            self.circuits[before.name].discard(capacity.name)
+            if not self.circuits[before.name]:
+                del self.circuits[before.name]
+        if capacity.circuit is not None:
+            self.circuits.setdefault(capacity.circuit.name, set()).add(capacity.name)
 
     def put_allocation(self, allocation: Allocation) -> None:
         self.remove_allocation(allocation.request.id)
@@ -224,9 +241,11 @@ class CapacityIndex:
     def classify_masked(self, node: IndexedNode, mask: NodeMask) -> ClassifiedCapacity | None:
         """Return the free capacity of a node under a mask; None if nothing may start there now."""
         unmasked = self.classify(node)
-        if unmasked is None or mask.excludes_node:
-            return None
-        capacity_class, slot_order = unmasked
+        return None if unmasked is None or mask.excludes_node else self.restrict(node, unmasked, mask)
+
+    def restrict(self, node: IndexedNode, classified: ClassifiedCapacity, mask: NodeMask) -> ClassifiedCapacity:
+        """Return what a mask leaves of a node's free capacity."""
+        capacity_class, slot_order = classified
         slots = node.capacity.slots
         free = [
             0 if slots[position].uuid in mask.slots else capacity_class.free[gpu]

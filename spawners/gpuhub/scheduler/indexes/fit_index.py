@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gpuhub.scheduler.demand import WHOLE, DemandVariant, NodeDemand
@@ -14,6 +14,8 @@ from gpuhub.scheduler.indexes.capacity_index import (
     IndexedNode,
     NodeMask,
 )
+from gpuhub.scheduler.indexes.power_headroom import PowerHeadroom
+from gpuhub.scheduler.interface import GpuSlot
 from gpuhub.scheduler.placement import PlacementChoice, PlacementPolicy
 
 #: Cached results are dropped beyond this number.
@@ -32,8 +34,12 @@ class NodeOption(NamedTuple):
 class CapacityMask:
     """Masks of nodes, and the free capacity that remains there."""
 
-    def __init__(self, capacity: CapacityIndex, by_node: Mapping[str, NodeMask]) -> None:
+    def __init__(
+        self, capacity: CapacityIndex, by_node: Mapping[str, NodeMask], headrooms: Mapping[str, Sequence[PowerHeadroom]]
+    ) -> None:
         self.by_node = by_node
+        #: What enforced circuits must still be able to supply later, by name.
+        self.headrooms = headrooms
         self._capacity = capacity
         self._classified: dict[str, tuple[ClassifiedCapacity | None, ClassifiedCapacity | None]] = {}
 
@@ -72,6 +78,10 @@ class FitIndex:
         self._heap: list[tuple[tuple[float, ...], str]] = []
         self._ranked: dict[str, tuple[float, ...]] = {}
         self._unranked = dict.fromkeys(self._fitting)
+
+    @property
+    def capacity(self) -> CapacityIndex:
+        return self._capacity
 
     @property
     def is_mixed(self) -> bool:
@@ -141,6 +151,23 @@ class FitIndex:
         ]
         options += self._masked_options(mask, masked_names)
         return sorted(options, key=lambda option: option.node.capacity.name)
+
+    def list_open_slots(self, option: NodeOption) -> list[GpuSlot]:
+        """Return the GPUs of a node that the demand could get, one by one."""
+        capacity_class, slot_order = option.classified
+        gpus = zip(capacity_class.cards, capacity_class.free, capacity_class.share_counts, slot_order, strict=True)
+        return [
+            option.node.capacity.slots[position]
+            for number, free, share_count, position in gpus
+            if number in self.accepted
+            and (free > 0 and share_count == self.variant.share if self.variant.joins_shared_gpu else free == WHOLE)
+        ]
+
+    def restrict(self, option: NodeOption, slots: frozenset[str]) -> NodeOption | None:
+        """Return the option without these GPUs; None if the demand does not fit then."""
+        classified = self._capacity.restrict(option.node, option.classified, NodeMask(slots=slots))
+        gpu_count = self.count_gpus(classified[0])
+        return option._replace(classified=classified, gpu_count=gpu_count) if gpu_count else None
 
     def choose(self, option: NodeOption, gpus: int, card: int = -1) -> PlacementChoice | None:
         """Return the policy's choice of this many GPUs on a node, all of one card if `card` is not -1."""

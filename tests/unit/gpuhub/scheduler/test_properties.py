@@ -13,6 +13,7 @@ from gpuhub.common.gpu import GpuRequirement
 from gpuhub.scheduler.demand import NodeDemand
 from gpuhub.scheduler.interface import (
     Allocation,
+    CircuitBudget,
     Grant,
     NodeCapacity,
     Quota,
@@ -58,9 +59,17 @@ def new_scheduler(parameters: SchedulingParameters) -> BuiltinScheduler:
     return BuiltinScheduler(parameters, lambda workload, supply: FirstFit())
 
 
+#: Power limits of the cards, watts.
+WATTS = {BIG: 575, MIDDLE: 250, SMALL: 145}
+
+
 @st.composite
 def clusters(draw: st.DrawFn) -> list[NodeCapacity]:
     made = []
+    circuits = {
+        name: CircuitBudget(name=name, gpu_watts=draw(st.sampled_from([200, 600, 900, 1300]))) for name in ("c0", "c1")
+    }
+    enforced = draw(st.sampled_from([{}, circuits]))
     for number in range(draw(st.integers(1, 4))):
         cards = draw(st.lists(st.sampled_from([BIG, MIDDLE, SMALL]), max_size=3))
         supply = node(
@@ -75,8 +84,13 @@ def clusters(draw: st.DrawFn) -> list[NodeCapacity]:
             groups=draw(st.sampled_from([frozenset(), frozenset(), frozenset({"g"}), frozenset({"g", "h"})])),
         )
         broken = draw(st.sets(st.sampled_from(supply.slots))) if supply.slots and not draw(st.integers(0, 3)) else set()
-        slots = tuple(replace(each, available=each not in broken) for each in supply.slots)
-        made.append(replace(supply, slots=slots))
+        parent = draw(st.sampled_from([None, None, f"g{number}"]))
+        slots = tuple(
+            replace(each, available=each not in broken, watts=300 if parent else WATTS[each.card], parent=parent)
+            for each in supply.slots
+        )
+        circuit = enforced.get(draw(st.sampled_from(["c0", "c0", "c1", ""])))
+        made.append(replace(supply, slots=slots, circuit=circuit))
     return made
 
 
@@ -249,6 +263,7 @@ class SimulatedBroker:
             request = self.allocations[name].request
             check_grant(self, request, grant)
             assert request.bundle is None or request.bundle not in {other.bundle for other in self.requests.values()}
+        self.check_circuits()
         for supply in self.nodes.values():
             for slot in supply.slots:
                 shares = [
@@ -275,6 +290,24 @@ class SimulatedBroker:
                     size >= h.request.cpu_milli and (h.request.cpu_by_gpu or size == h.request.cpu_milli)
                     for h, size in zip(here, sizes, strict=True)
                 )
+
+    def check_circuits(self) -> None:
+        """Count the power of each GPU once that an allocation has, and compare it with what the scheduler reports."""
+        used = {
+            each.whole_uuid for h in self.allocations.values() for share in h.node_allocations for each in share.slots
+        }
+        taken: Counter[str] = Counter()
+        budgets = {}
+        for supply in self.nodes.values():
+            if supply.circuit is not None:
+                watts = {each.whole_uuid: each.watts or 0 for each in supply.slots if each.whole_uuid in used}
+                taken[supply.circuit.name] += sum(watts.values())
+                budgets[supply.circuit.name] = supply.circuit.gpu_watts
+        reported = self.scheduler.report_circuits()
+        assert {name: (usage.taken_watts, usage.gpu_watts) for name, usage in reported.items()} == {
+            name: (taken[name], budget) for name, budget in budgets.items()
+        }
+        assert all(taken[name] <= budget for name, budget in budgets.items())
 
 
 def check_grant(broker: SimulatedBroker, request: SchedulingRequest, grant: Grant) -> None:
