@@ -84,13 +84,14 @@ def format_when(when: datetime | None, now: datetime, none: str) -> str:
 
 
 def format_nodes(nodes: Sequence[NodeView], width: int | None) -> str:
-    """Return a line for each node, and below it the problems there."""
+    """Return a line for each node, and below it the problems there; then a line for each enforced circuit."""
     header = ("NODE", "STATE", "FREE", "GPUS", "LEASES", "DRIVER")
     first, *lines = format_table(header, [_node_row(node) for node in nodes], width).splitlines()
     texts = [first]
     for node, line in zip(nodes, lines, strict=True):
         texts.append(line)
         texts += [_indent(problem, width) for problem in _list_problems(node)]
+    texts += dict.fromkeys(node.circuit.describe() for node in nodes if node.circuit is not None)
     return "\n".join(texts)
 
 

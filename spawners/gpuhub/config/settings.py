@@ -133,7 +133,7 @@ class ClusterSettings(SettingsTable):
             *_find_data_address_mistakes(self),
             *_duplicates("nodes", "docker", [node.docker for node in self.nodes if node.docker]),
             *_duplicates("circuits", "name", [circuit.name for circuit in self.circuits]),
-            *find_circuit_mistakes(self.circuits, [node.name for node in self.nodes]),
+            *find_circuit_mistakes(self.circuits, self.base_watts),
             *_duplicates("profiles", "name", [profile.name for profile in self.profiles]),
             *_duplicates("groups", "name", [group.name for group in self.groups]),
             *_duplicates("services", "name", [service.name for service in self.services]),
@@ -175,6 +175,16 @@ class ClusterSettings(SettingsTable):
     def without_guests(self) -> ClusterSettings:
         """Return the settings with the closet's own nodes alone."""
         return self.model_copy(update={"nodes": self.own_nodes})
+
+    @property
+    def base_watts(self) -> Mapping[str, float]:
+        """What each node draws without its GPUs, watts; guests are elsewhere."""
+        return {node.name: node.base_watts for node in self.own_nodes}
+
+    @property
+    def enforced_circuits(self) -> tuple[CircuitSettings, ...]:
+        """The circuits whose power limits what is granted; none where another scheduler than gpuhub's grants."""
+        return tuple(circuit for circuit in self.circuits if circuit.enforce and self.engine == "builtin")
 
     def find_power(self, name: str) -> PowerSettings | None:
         """Return how the node of that name is switched on and off; None where it stays on."""

@@ -228,6 +228,14 @@ def _describe_use(gpu: GpuReading) -> str:
     return ", ".join(parts)
 
 
+def explain_unknown_power(inventory: Inventory, name: str, gpu: GpuReading) -> str | None:
+    """Return that NVML does not report a GPU's power limit, which an enforced circuit needs; None if it need not."""
+    circuit = inventory.configured_nodes[name].circuit
+    if circuit is None or gpu.power_limit_w is not None:
+        return None
+    return f"NVML reports no power limit for it, so that circuit {circuit.name!r} may not be enough"
+
+
 # -- for users ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,7 +270,11 @@ def assess_gpu(
     reading_problem = find_reading_problem(inventory, node, gpu, monotonic)
     if reading_problem is not None:
         return GpuCondition(state=GpuState.UNAVAILABLE, message=reading_problem)
-    return _assess_unheld_gpu(node, gpu, lease_status=lease_status, cordon=cordon, scheduling=scheduling)
+    condition = _assess_unheld_gpu(node, gpu, lease_status=lease_status, cordon=cordon, scheduling=scheduling)
+    unknown_power = explain_unknown_power(inventory, name, gpu)
+    if condition.state is GpuState.FREE and unknown_power is not None:
+        return GpuCondition(state=GpuState.UNAVAILABLE, message=unknown_power)
+    return condition
 
 
 def _assess_unheld_gpu(

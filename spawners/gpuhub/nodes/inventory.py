@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import floor
 
 from gpuhub.common.gpu import GpuSpec, shorten_model
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.nodes.machine_size import NotebookRoom, find_notebook_room
 from gpuhub.nodes.status import GpuReading, NodeStatus
-from gpuhub.scheduler.interface import NodeCapacity
+from gpuhub.scheduler.interface import CircuitBudget, NodeCapacity
 
 __all__ = ["GpuReading", "Inventory", "NodeStatus", "build_inventory"]
 
@@ -83,6 +84,7 @@ def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuRea
 
     GPUs of models that the settings no longer name for their node have been replaced, and are forgotten.
     """
+    circuits = _build_circuits(cluster)
     remembered = {node.name: _list_remembered(node, seen.get(node.name, ())) for node in cluster.nodes}
     desktops = {node.name: node.desktop_memory // 1024**2 if node.desktop else None for node in cluster.nodes}
     nodes = {
@@ -105,6 +107,7 @@ def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuRea
                 cpu_milli=None if node.cpus is None else round(node.cpus * 1000),
                 memory_mib=None if node.memory is None else node.memory // 1024**2,
                 groups=node.access_groups,
+                circuit=circuits.get(node.name),
             )
             for node in cluster.nodes
         },
@@ -112,6 +115,15 @@ def build_inventory(cluster: ClusterSettings, seen: Mapping[str, Sequence[GpuRea
         counts_machines=cluster.counts_machines,
         notebook_room=find_notebook_room(cluster),
     )
+
+
+def _build_circuits(cluster: ClusterSettings) -> dict[str, CircuitBudget]:
+    """Return the enforced circuit of each node that is on one."""
+    budgets: dict[str, CircuitBudget] = {}
+    for circuit in cluster.enforced_circuits:
+        gpu_watts = floor(circuit.find_gpu_watts(cluster.base_watts[node] for node in circuit.nodes))
+        budgets |= dict.fromkeys(circuit.nodes, CircuitBudget(name=circuit.name, gpu_watts=gpu_watts))
+    return budgets
 
 
 def _list_remembered(node: NodeSettings, seen: Sequence[GpuReading]) -> tuple[GpuReading, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
 
 from gpuhub.config.settings import SchedulingSettings
-from gpuhub.nodes.gpu_health import explain_gpu_unavailable, explain_node_unavailable
+from gpuhub.nodes.gpu_health import explain_gpu_unavailable, explain_node_unavailable, explain_unknown_power
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.machine_size import add_machine_size
 from gpuhub.nodes.power_status import PowerState
@@ -33,8 +34,12 @@ def build_node_capacity(
         if gpu.uuid in inventory.duplicate_uuids and inventory.nodes_reporting(gpu.uuid)[0] != name:
             continue
         lease_status = lease_statuses.get(gpu.uuid, _UNLEASED)
-        reason = node_reason or explain_gpu_unavailable(
-            inventory, node, gpu, lease_status=lease_status, monotonic=monotonic, scheduling=scheduling
+        reason = (
+            node_reason
+            or explain_gpu_unavailable(
+                inventory, node, gpu, lease_status=lease_status, monotonic=monotonic, scheduling=scheduling
+            )
+            or explain_unknown_power(inventory, name, gpu)
         )
         slots.append(
             GpuSlot(
@@ -44,6 +49,8 @@ def build_node_capacity(
                 card=replace(gpu.card, awaited_as=gpu.uuid) if lease_status.is_awaited else gpu.card,
                 available=reason is None,
                 unavailable_reason=reason,
+                watts=None if gpu.power_limit_w is None else ceil(gpu.power_limit_w),
+                parent=gpu.parent,
             )
         )
     capacity = replace(
@@ -71,11 +78,20 @@ def build_awake_capacity(
 ) -> NodeCapacity:
     """Return the capacity that a sleeping node has once it is awake and its GPUs are shown to be empty.
 
-    Defects that were noticed before, a cordon and a full disk remain.
+    Defects that were noticed before, a cordon and a full disk remain. A power limit that was never read counts as 0:
+    it is read once the node is awake, which takes no more power than is counted already.
     """
     node = inventory.nodes[name]
     gpus = tuple(
-        replace(gpu, processes=None, graphics=None, memory_used_mib=None, is_throttled=False) for gpu in node.gpus
+        replace(
+            gpu,
+            processes=None,
+            graphics=None,
+            memory_used_mib=None,
+            is_throttled=False,
+            power_limit_w=gpu.power_limit_w or 0.0,
+        )
+        for gpu in node.gpus
     )
     awake = node.evolve(
         is_up=True,

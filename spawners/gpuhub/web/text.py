@@ -170,6 +170,8 @@ def describe_node(node: NodeView) -> str:
     """Return a text such as `driver 570.86.15 · switch s1 · 2 leases · only for members of vision`."""
     labelled = (("driver", node.driver), ("switch", node.switch), ("rack", node.rack))
     parts = [f"{what} {value}" for what, value in labelled if value is not None]
+    if node.circuit is not None:
+        parts.append(node.circuit.describe())
     if node.bench is not None:
         parts.append(describe_bench(node.bench))
     if node.leases:

@@ -73,6 +73,8 @@ class SimulatedNode:
     xids: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)
     #: Use of GPUs by index, percent; 0 for the others.
     use_percent: dict[int, int] = field(default_factory=dict)
+    #: Their power limits by index, watts; not reported for the others.
+    power_limits: dict[int, float] = field(default_factory=dict)
     #: Their counters of energy by index, millijoules.
     energy_mj: dict[int, int] = field(default_factory=dict)
     #: Signals sent to containers' programs: container and signal.
@@ -135,6 +137,7 @@ class SimulatedNode:
             "utilisation_percent": self.use_percent.get(index, 0),
             "memory_utilisation_percent": 0,
             "power_w": 20.5,
+            "power_limit_w": self.power_limits.get(index),
             "energy_mj": self.energy_mj.get(index, 7_920_310),
             "temperature_c": 40,
             "clocks_event_reasons": self.clocks_event_reasons.get(index, 1),

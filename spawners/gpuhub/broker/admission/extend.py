@@ -80,6 +80,9 @@ def check_no_waiters(scheduler: Scheduler, lease: LeaseRow, waiting: Iterable[Le
         Conflict: With the users who wait.
     """
     uuids = {gpu.uuid for gpu in lease.held}
+    for usage in scheduler.report_circuits().values():
+        # A request for other GPUs of a circuit may wait for the power that these have.
+        uuids |= frozenset() if uuids.isdisjoint(usage.uuids) else usage.uuids
     could_use: dict[ResourceRequest, bool] = {}
     owners = set()
     for other in waiting if uuids else ():

@@ -97,6 +97,7 @@ class SuspensionController:
             return []
         held = {gpu.uuid for lease in core.ledger.snapshot.leases.values() for gpu in lease.held}
         free = {gpu.uuid for node in core.capacity.inventory.nodes.values() for gpu in node.gpus} - held
+        free -= frozenset().union(*(usage.unsupplied for usage in core.scheduler.report_circuits().values()))
         free |= set(self._list_leaving())
         by_id = {lease.id: lease for lease in waiting}
         order = [by_id[lease_id] for lease_id in core.scheduler.order_requests(core.clock.now()) if lease_id in by_id]

@@ -19,7 +19,7 @@ from gpuhub.domain.models import LeasedGpu, LeaseRow, ReservationRow
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.node_capacity import build_awake_capacity, build_node_capacity
 from gpuhub.nodes.power_status import PowerStatus
-from gpuhub.nodes.status import Cordon, GpuLeaseStatus, NodeStatus
+from gpuhub.nodes.status import Cordon, GpuLeaseStatus, NodeStatus, find_power_limits
 from gpuhub.scheduler.interface import NodeCapacity, Reservation
 
 _FREE = GpuLeaseStatus()
@@ -105,7 +105,9 @@ class Capacity:
             return
         self.inventory = self.inventory.with_node(record)
         cards = tuple(gpu.card for gpu in record.gpus) if record.has_readings else self.cards[record.name]
-        if cards != self.cards[record.name] or record.driver != before.driver:
+        has_circuit = self.inventory.configured_nodes[record.name].circuit is not None
+        has_new_limits = has_circuit and find_power_limits(record.gpus) != find_power_limits(before.gpus)
+        if cards != self.cards[record.name] or record.driver != before.driver or has_new_limits:
             self.cards = {**self.cards, record.name: cards}
 
     def build_node_capacity(self, name: str) -> NodeCapacity:

@@ -25,7 +25,7 @@ from gpuhub.domain import reservations
 from gpuhub.domain.models import LeaseRow
 from gpuhub.nodes.inventory import Inventory
 from gpuhub.nodes.status import Cordon, GpuLeaseStatus
-from gpuhub.scheduler.interface import Scheduler
+from gpuhub.scheduler.interface import CircuitUsage, Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,8 @@ class GpuSummary:
     serving: dict[tuple[GpuRequirement, int, frozenset[str]], tuple[frozenset[str], tuple[HolderView, ...]]] = field(
         default_factory=dict
     )
+    #: How much of each enforced circuit is taken, by its name.
+    circuits: Mapping[str, CircuitUsage] = field(default_factory=dict)
     #: The groups that some node is restricted to.
     node_groups: frozenset[str] = frozenset()
 
@@ -108,6 +110,7 @@ def summarise_gpus(inputs: ClusterViewInput) -> GpuSummary:
             for lease in leases
         },
         outside={uuid: _build_external_holder(job, inputs.now) for uuid, job in inputs.external.gpus.items()},
+        circuits=inputs.scheduler.report_circuits(),
         node_groups=inputs.cluster.node_groups,
     )
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from gpuhub.backends.interface import ExternalUsage
 from gpuhub.broker.views import serializers
 from gpuhub.broker.views.gpu_summary import ClusterViewInput, GpuSummary
-from gpuhub.broker_api.schemas import GpuState, GpuView, NodeState, NodeView, OutsideProcess
+from gpuhub.broker_api.schemas import CircuitView, GpuState, GpuView, NodeState, NodeView, OutsideProcess
 from gpuhub.common.node_access import find_request_groups
 from gpuhub.nodes import gpu_health
 from gpuhub.nodes.inventory import GpuReading, NodeStatus
 from gpuhub.nodes.status import Cordon, GpuLeaseStatus
+from gpuhub.scheduler.interface import CircuitBudget
 
 _UNLEASED = GpuLeaseStatus()
 
@@ -44,9 +45,30 @@ def build_node(inputs: ClusterViewInput, record: NodeStatus, gpus: GpuSummary, l
         guest=inputs.cluster.node(record.name).guest,
         takes_guests=inputs.cluster.node(record.name).guest
         and described.admits(find_request_groups(inputs.groups, scavenge=False, guests=True)),
+        circuit=_build_circuit(described.circuit, gpus),
         bench=inputs.bench.get(record.name),
         power=None if record.power is None else serializers.build_power(record.power),
     )
+
+
+def _build_circuit(circuit: CircuitBudget | None, gpus: GpuSummary) -> CircuitView | None:
+    usage = None if circuit is None else gpus.circuits.get(circuit.name)
+    if circuit is None or usage is None:
+        return None
+    return CircuitView(name=circuit.name, taken_watts=usage.taken_watts, gpu_watts=usage.gpu_watts)
+
+
+def _add_circuits(gpu: GpuReading, gpus: GpuSummary, condition: gpu_health.GpuCondition) -> gpu_health.GpuCondition:
+    """Return the condition of a GPU, free only if its circuit can supply it as well."""
+    for name, usage in gpus.circuits.items() if condition.state is GpuState.FREE else ():
+        if gpu.uuid in usage.unsupplied:
+            left = max(0, usage.gpu_watts - usage.taken_watts)
+            message = (
+                f"circuit {name!r} has {left:,} W of {usage.gpu_watts:,} W for GPUs left, and it needs "
+                f"{gpu.power_limit_w or 0.0:,.0f} W"
+            )
+            return gpu_health.GpuCondition(state=GpuState.UNAVAILABLE, message=message)
+    return condition
 
 
 def _build_gpu(
@@ -65,6 +87,7 @@ def _build_gpu(
         scheduling=inputs.cluster.scheduling,
     )
     condition = _add_external_gpu(inputs.external, record.name, gpu.uuid, condition)
+    condition = _add_circuits(gpu, gpus, condition)
     if condition.state is GpuState.FREE:
         gpus.free.add(gpu.uuid)
     is_fresh = record.is_fresh(inputs.monotonic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpuhub.broker_api.schemas.cluster import (
     AccountHours,
     Capabilities,
+    CircuitView,
     ClusterView,
     CordonRequest,
     EventView,
@@ -88,6 +89,7 @@ __all__ = [
     "ActivityReport",
     "ArrayRequest",
     "Capabilities",
+    "CircuitView",
     "ClusterView",
     "ConstraintView",
     "ContainerSizeView",

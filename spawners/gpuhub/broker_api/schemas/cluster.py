@@ -26,7 +26,8 @@ class GpuState(StrEnum):
     OUTSIDE = "outside"
     #: It is lost, has uncorrectable memory errors, or NVML fails for it.
     FAILED = "failed"
-    #: Its node takes no work: it is unreachable, cordoned or draining, or its GPUs cannot be read.
+    #: Its node takes no work: it is unreachable, cordoned or draining, or its GPUs cannot be read. Or its enforced
+    #: circuit cannot supply it next to the GPUs that are in use.
     UNAVAILABLE = "unavailable"
 
 
@@ -118,6 +119,18 @@ class PowerView(WireModel):
     error: str | None = None
 
 
+class CircuitView(WireModel):
+    """An enforced circuit: what its GPUs in use may draw, and the most that they may, watts."""
+
+    name: str
+    taken_watts: int
+    gpu_watts: int
+
+    def describe(self) -> str:
+        """Return a text such as `circuit left: 850 W of 1,140 W for GPUs taken`."""
+        return f"circuit {self.name}: {self.taken_watts:,} W of {self.gpu_watts:,} W for GPUs taken"
+
+
 class PowerRequest(WireModel):
     """Request to wake a node, or to put it to sleep."""
 
@@ -150,6 +163,8 @@ class NodeView(WireModel):
     takes_guests: bool = False
     #: Whether it is on, asleep or on its way; None for a node that stays on.
     power: PowerView | None = None
+    #: The enforced circuit that supplies it, with all of the circuit's nodes counted; None for no limit.
+    circuit: CircuitView | None = None
     #: What `gpuhub bench` last measured there; None before.
     bench: NodeBenchView | None = None
     #: Owners of waiting requests that could be granted there, at most two: enough for each owner to see whether others

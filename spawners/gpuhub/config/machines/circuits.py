@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -24,6 +24,9 @@ class CircuitSettings(SettingsTable):
     nodes: Annotated[ListOf[NodeName], Field(min_length=1)]
     #: Share of the rating that may be used for hours.
     continuous: Annotated[Number, Field(gt=0, le=1)] = 0.8
+    #: Grant only as many of the nodes' GPUs at once as their power limits leave within this share; for
+    #: `engine = "builtin"`.
+    enforce: bool = False
 
     @property
     def rated_w(self) -> float:
@@ -35,13 +38,33 @@ class CircuitSettings(SettingsTable):
         """The power that may be drawn for hours, watts."""
         return self.rated_w * self.continuous
 
+    def find_gpu_watts(self, base_watts: Iterable[float]) -> float:
+        """Return the power that the machines leave to their GPUs for hours, watts; negative if they need more alone.
 
-def find_circuit_mistakes(circuits: Sequence[CircuitSettings], nodes: Sequence[str]) -> Iterator[str]:
-    """Return one line for each node of a circuit that does not exist, or is on several circuits."""
+        Args:
+            base_watts: What each of its nodes draws without its GPUs, watts.
+        """
+        return self.continuous_w - sum(base_watts)
+
+
+def find_circuit_mistakes(circuits: Sequence[CircuitSettings], base_watts: Mapping[str, float]) -> Iterator[str]:
+    """Return one line for each node of a circuit that does not exist, or is on several circuits, and for each enforced
+    circuit that leaves GPUs nothing.
+
+    Args:
+        base_watts: What each node of the cluster draws without its GPUs, watts.
+    """
     for circuit in circuits:
         for name in circuit.nodes:
-            if name not in nodes:
-                yield f"circuits: {circuit.name!r} names the node {name!r}; there are {', '.join(nodes)}"
+            if name not in base_watts:
+                yield f"circuits: {circuit.name!r} names the node {name!r}; there are {', '.join(base_watts)}"
+        machines = [base_watts[name] for name in circuit.nodes if name in base_watts]
+        if circuit.enforce and circuit.find_gpu_watts(machines) < 1:
+            yield (
+                f"circuits: {circuit.name!r}: enforce: its machines alone may draw {sum(machines):,.0f} W (base_watts) "
+                f"of the {circuit.continuous_w:,.0f} W that it may supply for hours, so that no GPU could be granted: "
+                "connect a node to another circuit, or correct base_watts"
+            )
     supplies = Counter(name for circuit in circuits for name in circuit.nodes)
     for name, count in supplies.items():
         if count > 1:

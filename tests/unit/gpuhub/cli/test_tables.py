@@ -8,6 +8,7 @@ import pytest
 
 from gpuhub.broker_api.schemas import (
     AccountHours,
+    CircuitView,
     ConstraintView,
     EventView,
     GpuState,
@@ -87,6 +88,15 @@ def test_problems_are_listed_below_their_node() -> None:
         "    GPU 1: in use outside gpuhub: 1 process, 5.1 GiB",
         "rig2  draining  0/0   none          2       570.86.15",
         "    draining by root: fans",
+    ]
+
+
+def test_enforced_circuits_follow_the_nodes() -> None:
+    """Each once, with what is taken."""
+    circuit = CircuitView(name="left", taken_watts=575, gpu_watts=1140)
+    nodes = [node(name, NodeState.UP, None).model_copy(update={"circuit": circuit}) for name in ("rig1", "rig2")]
+    assert tables.format_nodes([*nodes, node("rig3", NodeState.UP, None)], WIDE).splitlines()[4:] == [
+        "circuit left: 575 W of 1,140 W for GPUs taken"
     ]
 
 

@@ -61,6 +61,16 @@ def test_minimal_file_gets_the_defaults(tmp_path):
     assert (cluster.circuits, cluster.nodes[0].base_watts) == ((), 150)
 
 
+def test_circuit_is_enforced_if_the_file_says_so(tmp_path):
+    """Otherwise its power limits nothing, even if its machines alone need more."""
+    tight = CIRCUIT.replace("amps = 15", "amps = 1")
+    assert load(tmp_path, GOOD.replace(*add_circuits(tight))).enforced_circuits == ()
+    enforced = load(tmp_path, GOOD.replace(*add_circuits(CIRCUIT + "enforce = true\n")))
+    assert enforced.enforced_circuits == enforced.circuits
+    assert enforced.circuits[0].find_gpu_watts(enforced.base_watts.values()) == 1290
+    assert enforced.model_copy(update={"engine": "slurm"}).enforced_circuits == ()
+
+
 def test_circuit_supplies_a_share_of_its_rating_for_hours(tmp_path):
     """0.8 of it, unless the file names another share."""
     [circuit] = load(tmp_path, GOOD.replace(*add_circuits(CIRCUIT))).circuits
@@ -203,6 +213,10 @@ def test_values_are_frozen(tmp_path):
         (
             add_circuits(CIRCUIT, CIRCUIT.replace("left", "right")),
             r"circuits: node 'rig1' is listed 2 times \('left', 'right'\): list each node once",
+        ),
+        (
+            add_circuits(CIRCUIT.replace("amps = 15", "amps = 1\nenforce = true")),
+            r"circuits: 'left': enforce: its machines alone may draw 150 W \(base_watts\) of the 96 W that",
         ),
         (add_circuits(CIRCUIT, CIRCUIT), r"circuits: name = 'left' occurs 2 times"),
         (add_circuits(CIRCUIT.replace("15", "0")), r"circuits\[1\]\.amps: 0: .*greater than 0"),

@@ -12,9 +12,8 @@ from gpuhub.ops.doctor.node_facts import GpuReport
 
 #: A ton of refrigeration, watts: the usual measure of air conditioners in some countries.
 TON_W = 3517.0
-_UNKNOWN_ADVICE = (
-    "`sudo make up` starts the GPU agents, which read the limits; add GPUs that report none to their node's base_watts"
-)
+_UNKNOWN_AGENTS = "`sudo make up` starts the GPU agents, which read the limits"
+_UNKNOWN_ADVICE = f"{_UNKNOWN_AGENTS}; add GPUs that report none to their node's base_watts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +51,37 @@ def check_room(cluster: ClusterSettings, reports: Mapping[str, GpuReport]) -> It
     """Check each circuit, and describe the heat of all nodes together."""
     powers = {node.name: find_node_power(node, reports.get(node.name)) for node in cluster.nodes}
     for circuit in cluster.circuits:
-        yield check_circuit(circuit, [powers[name] for name in circuit.nodes])
+        is_kept = circuit in cluster.enforced_circuits
+        yield check_circuit(circuit, [powers[name] for name in circuit.nodes], is_kept=is_kept)
+        if circuit.enforce and not is_kept:
+            yield warning(
+                "circuit",
+                f"{circuit.name}: enforce has no effect with engine = {cluster.engine!r}, which grants GPUs itself and "
+                "does not count watts",
+                "limit the power of its GPUs, or use fewer nodes",
+            )
     yield describe_heat(powers.values())
 
 
-def check_circuit(circuit: CircuitSettings, powers: Collection[NodePower]) -> Finding:
-    """Compare the most power that the nodes of a circuit may draw with what it may supply for hours."""
+def check_circuit(circuit: CircuitSettings, powers: Collection[NodePower], *, is_kept: bool = False) -> Finding:
+    """Compare the most power that the nodes of a circuit may draw with what it may supply for hours.
+
+    Args:
+        circuit: The circuit.
+        powers: The power of its nodes.
+        is_kept: The scheduler never grants more of the GPUs at once than the circuit may supply.
+    """
     gpus, machines = sum(power.gpus_w for power in powers), sum(power.base_w for power in powers)
-    excess = gpus + machines - circuit.continuous_w
+    gpu_watts = circuit.find_gpu_watts(power.base_w for power in powers)
+    excess = gpus - gpu_watts
     needed = f"its nodes may draw {gpus + machines:,.0f} W (GPUs {gpus:,.0f} W, machines {machines:,.0f} W)"
     supplied = f"{circuit.amps:g} A at {circuit.volts:g} V may supply {circuit.continuous_w:,.0f} W for hours"
     unknown = _describe_unknown(powers)
+    if is_kept:
+        budget = f"enforced: its GPUs in use are kept within {gpu_watts:,.0f} W"
+        advice = "GPUs without a known power limit are not granted on this circuit; " + _UNKNOWN_AGENTS
+        value = f"{circuit.name}: {needed}; {supplied}; {budget}{unknown}"
+        return warning("circuit", value, advice) if unknown else ok("circuit", value)
     if excess <= 0:
         value = f"{circuit.name}: {needed}; {supplied}{unknown}"
         return warning("circuit", value, _UNKNOWN_ADVICE) if unknown else ok("circuit", value)

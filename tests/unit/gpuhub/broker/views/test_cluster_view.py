@@ -10,10 +10,10 @@ import pytest
 from gpuhub.broker.views.cluster_view import MAX_QUEUE_SHOWN
 from gpuhub.broker.views.serializers import describe_request
 from gpuhub.broker_api.schemas import Purpose
-from gpuhub.config.settings import ProfileSettings
+from gpuhub.config.settings import CircuitSettings, ProfileSettings
 from gpuhub.domain.models import LeaseRow, ResourceRequest
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
-from tests.support.broker.in_process import Setting, asgi_broker
+from tests.support.broker.in_process import Setting, asgi_broker, until
 from tests.support.docker.simulated_nodes import build_cluster
 
 
@@ -195,3 +195,48 @@ def test_job_request_is_described_in_one_line(ask: ResourceRequest, text: str) -
         id="l", seq=1, key="k", owner="ada", purpose=Purpose.JOB, subject="j", profile=None, resources=ask, created_at=0, since=0
     )  # fmt: skip
     assert describe_request(lease) == text
+
+
+async def test_enforced_circuit_limits_what_is_free(tmp_path: Path) -> None:
+    """From the agents' limits to the page: what is taken, what waits and why, and what is refused at once."""
+    circuit = CircuitSettings(name="left", volts=120, amps=10, nodes=("rig1", "rig2"), enforce=True)
+    setting = Setting(tmp_path, cluster=build_cluster(circuits=(circuit,)))
+    setting.nodes["rig1"].power_limits[0], setting.nodes["rig2"].power_limits[0] = 575.0, 249.5
+    async with asgi_broker(setting) as running:
+        await ask(running, "ada", profile="rtx5090")
+        view = await read(running, "ben", "/cluster")
+        assert [node["circuit"] for node in view["nodes"]] == [
+            {"name": "left", "taken_watts": 575, "gpu_watts": 660},
+            {"name": "left", "taken_watts": 575, "gpu_watts": 660},
+            None,
+        ]
+        gpu = gpu_of(view, "rig2")
+        assert (gpu["state"], gpu["message"]) == (
+            "unavailable",
+            "circuit 'left' has 85 W of 660 W for GPUs left, and it needs 250 W",
+        )
+        assert (profile_of(view, "rtx5070")["free"], profile_of(view, "rtx5070")["starts_now"]) == (0, False)
+        waiting = await ask(running, "ben", profile="rtx5070")
+        why = await read(running, "ben", f"/leases/{waiting['id']}/why")
+        assert why["waits_for"] == (
+            "1 × RTX 5070 on one node: circuit 'left' has 85 W of 660 W for GPUs left and 250 W are needed "
+            "(taken by ada)"
+        )
+        assert why["expected_start"] is None
+
+
+async def test_gpu_beyond_its_circuit_is_refused_or_unavailable(tmp_path: Path) -> None:
+    """A limit above the circuit is refused until it is lowered; without a limit the GPU is not granted."""
+    circuit = CircuitSettings(name="left", volts=120, amps=5, nodes=("rig1", "rig2"), enforce=True)
+    setting = Setting(tmp_path, cluster=build_cluster(circuits=(circuit,)))
+    setting.nodes["rig1"].power_limits[0] = 575.0
+    async with asgi_broker(setting) as running:
+        refused = await ask(running, "ada", status=422, profile="rtx5090")
+        assert "needs 575 W of circuit 'left', which leaves 180 W to GPUs" in refused["detail"]
+        assert gpu_of(await read(running, "ada", "/cluster"), "rig2")["message"] == (
+            "NVML reports no power limit for it, so that circuit 'left' may not be enough"
+        )
+        setting.nodes["rig1"].power_limits[0] = 180.0
+        capacity = running.core.capacity
+        await until(lambda: capacity.inventory.nodes["rig1"].gpus[0].power_limit_w == 180.0, "the lower limit is read")
+        assert (await ask(running, "ada", profile="rtx5090"))["state"] == "granted"

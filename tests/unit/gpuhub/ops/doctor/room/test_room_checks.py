@@ -65,6 +65,32 @@ def test_unknown_limits_are_no_proof_that_a_circuit_suffices(unknown: NodePower)
     assert check_circuit(CIRCUIT, [power("rig1", 575), power("rig2")]).severity is Severity.OK
 
 
+def test_enforced_circuit_may_have_more_gpus_than_it_supplies() -> None:
+    """The scheduler keeps those in use within it, except GPUs that it knows no limit of."""
+    powers = [power("rig1", 575, 575, base_w=150), power("rig2", 575, base_w=150), power("rig3", base_w=150)]
+    finding = check_circuit(CIRCUIT, powers, is_kept=True)
+    assert finding.severity is Severity.OK
+    assert finding.value.endswith("1,440 W for hours; enforced: its GPUs in use are kept within 990 W")
+    unknown = check_circuit(CIRCUIT, [*powers[:2], power("rig3", None, base_w=150)], is_kept=True)
+    assert (unknown.severity, "not counted: GPUs of rig3" in unknown.value) == (Severity.WARNING, True)
+    assert unknown.advice.startswith("GPUs without a known power limit are not granted on this circuit")
+
+
+def test_slurm_does_not_keep_an_enforced_circuit() -> None:
+    """In a sentence of its own, next to the usual comparison."""
+    cluster = build_cluster()
+    circuit = CIRCUIT.model_copy(update={"nodes": ("rig1",), "enforce": True})
+    cluster = cluster.model_copy(update={"circuits": (circuit,)})
+    reports = {"rig1": GpuReport(power_limits={0: 575.0})}
+    assert "enforced" in next(iter(check_room(cluster, reports))).value
+    usual, extra, _ = check_room(cluster.model_copy(update={"engine": "slurm"}), reports)
+    assert "enforced" not in usual.value
+    assert (extra.severity, extra.value) == (
+        Severity.WARNING,
+        "left: enforce has no effect with engine = 'slurm', which grants GPUs itself and does not count watts",
+    )
+
+
 def test_heat_of_all_nodes_is_described_once() -> None:
     """Also of those on no circuit: 1 ton of refrigeration is 3.517 kW."""
     cluster = build_cluster()
