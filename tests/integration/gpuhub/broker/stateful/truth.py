@@ -14,7 +14,7 @@ from gpuhub.scheduler.interface import OwnerUsage
 from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Running
 from tests.integration.gpuhub.broker.stateful.people import People
 from tests.integration.gpuhub.broker.stateful.slurm_system import SlurmSystem
-from tests.integration.gpuhub.broker.stateful.world import World
+from tests.integration.gpuhub.broker.stateful.world import WATTS, World
 
 _HOLDING = frozenset({LeaseState.GRANTED, LeaseState.ACTIVE, LeaseState.RELEASING, LeaseState.QUARANTINED})
 
@@ -29,6 +29,8 @@ def wrongs(world: World, people: People) -> list[str]:
     found += _find_detached_jobs_ended_by_clients(world)
     if world.slurm is not None:
         found += _find_gpus_outside_slurm_jobs(world, world.slurm)
+    else:
+        found += _find_overloaded_circuits(world, people.forced)
     if world.is_alive:
         found += _compare_snapshot_with_store(world, stored)
         found += _compare_scheduler_after_commits(world)
@@ -88,6 +90,23 @@ def _find_double_use(
         parts = list(by_lease.values())
         if len({share for share, _ in parts}) > 1 or len(set(parts)) < len(parts):
             found.append(f"{uuid} has two holders: {by_lease}")
+    return found
+
+
+def _find_overloaded_circuits(world: World, forced: set[str]) -> list[str]:
+    """Return circuits on which containers use more GPUs than they supply."""
+    found = []
+    for circuit in world.cluster.enforced_circuits:
+        uuids = {
+            uuid
+            for name in circuit.nodes
+            for container in world.boxes[name].running()
+            if container.lease not in forced
+            for uuid in container.uuids
+        }
+        supplied = circuit.find_gpu_watts(world.cluster.base_watts[name] for name in circuit.nodes)
+        if WATTS * len(uuids) > supplied:
+            found.append(f"{sorted(uuids)} need {WATTS * len(uuids)} W of circuit {circuit.name} with {supplied} W")
     return found
 
 

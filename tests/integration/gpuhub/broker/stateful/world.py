@@ -25,7 +25,14 @@ from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.errors import GpuhubError
-from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings, SchedulingSettings, UserSettings
+from gpuhub.config.settings import (
+    CircuitSettings,
+    ClusterSettings,
+    IdleSettings,
+    ProfileSettings,
+    SchedulingSettings,
+    UserSettings,
+)
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.user_containers import CourierSpec, WorkerSpec
 from gpuhub.domain import models
@@ -50,6 +57,9 @@ PROFILES = (
     ProfileSettings(name="cpu", title="No GPU", gpu_count=0),
 )
 SLURM_PROFILES = tuple(profile for profile in PROFILES if profile.gpu_share == 1)
+#: Power limit of every GPU, watts, and a circuit that supplies three of the four GPUs of two nodes.
+WATTS = 300
+CIRCUIT = CircuitSettings(name="left", volts=120, amps=12.5, nodes=("rig1", "rig2"), enforce=True)
 USERS = UserSettings(allowed=("ada", "ben", "cleo"), max_waiting=50)
 
 
@@ -108,6 +118,8 @@ class World:
         self.loop.set_exception_handler(self._note_fault)
         asyncio.set_event_loop(self.loop)
         self.boxes = {name: Box(node) for name, node in simulated_nodes(CARDS).items()}
+        for box in self.boxes.values():
+            box.node.power_limits = dict.fromkeys(range(len(box.node.cards)), WATTS)
         self.hub_daemons = BoxDaemons(self.cluster, self.boxes, self.folder, self.loop, lambda: None)
         self.life = BrokerProcess(self.loop, is_dead=True)
         if self.cluster.engine == "slurm":
