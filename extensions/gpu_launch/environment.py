@@ -23,6 +23,8 @@ class Environment:
     token: str | None
     #: GPUHUB_NETWORK_SUBNET: the subnet on which this user's containers reach each other.
     subnet: str | None
+    #: GPUHUB_DATA_SUBNET: the subnet on which ranks reach each other, where that is another one.
+    data_subnet: str | None = None
     #: GPUHUB_NODE: the node's name in the cluster; this host's name where it is not set.
     node: str
     #: GPUHUB_GPU_UUIDS: this container's GPUs.
@@ -69,6 +71,11 @@ class Environment:
     job_key: str = field(default="", repr=False)
 
     @property
+    def rank_subnet(self) -> str | None:
+        """Return the subnet on which ranks reach each other."""
+        return self.data_subnet or self.subnet
+
+    @property
     def earlier_starts(self) -> int:
         """Return the number of times that other workers of the job started before these."""
         return self.preemptions + self.retries + (self.sleeps or 0)
@@ -85,6 +92,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         broker_url=env.get("GPUHUB_BROKER_URL", "").rstrip("/") or None,
         token=env.get("JUPYTERHUB_API_TOKEN") or None,
         subnet=env.get("GPUHUB_NETWORK_SUBNET") or None,
+        data_subnet=env.get("GPUHUB_DATA_SUBNET") or None,
         node=env.get("GPUHUB_NODE") or socket.gethostname(),
         gpu_uuids=tuple(part.strip() for part in env.get("GPUHUB_GPU_UUIDS", "").split(",") if part.strip()),
         memory_cap_mib=int(cap) if cap.isdecimal() and int(cap) else None,

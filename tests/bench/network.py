@@ -1,8 +1,10 @@
-"""A user's overlay network against the nodes' own network: what VXLAN costs ranks that exchange data over TCP.
+"""A user's overlay and the data network against the nodes' own network: what VXLAN and macvlan cost ranks that exchange
+data over TCP.
 
-Two nodes are network namespaces with a link of 2.5 Gbit/s between them. On each, a container's namespace is connected to a
-bridge with a VXLAN device, as Docker's overlay driver sets them up (no learning, the peer's address given, port 4789, MTU
-50 bytes below the link's); Docker itself and the firewall of gpuhub take no part.
+Two nodes are network namespaces with a link between them, first of 2.5 Gbit/s, then without a limit, so that the
+processors are the limit. On each, a container's namespace is connected to a bridge with a VXLAN device, as Docker's
+overlay driver sets them up (no learning, the peer's address given, port 4789, MTU 50 bytes below the link's), and has a
+macvlan on the link, as on the data network. Docker itself and the firewall of gpuhub take no part.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ _PORT = 5201
 _VXLAN_HEADER = 50
 _NODES = Machines("ghnet", "10.89.0")
 _CONTAINERS = Machines("ghnetc", "10.89.1")
+#: The same containers by their addresses on the nodes' interfaces.
+_DATA = Machines("ghnetc", "10.89.2")
 
 _RECEIVE = """
 import socket, sys
@@ -45,20 +49,31 @@ for _ in range(int(sys.argv[3]) // len(block)):
 
 def measure() -> Iterator[tuple[str, float, str]]:
     """Yield the figures of the group `network`."""
-    with machines(_NODES.name, _NODES.prefix, 2, _RATE):
+    host, overlay, data = measure_triples(_RATE)
+    yield "network.overlay_mb_s", sorted(overlay)[PAIRS // 2], "MB/s"
+    yield "network.overlay_over_host", paired_ratio(overlay, host), "ratio"
+    yield "network.data_over_host", paired_ratio(data, host), "ratio"
+    _, overlay, data = measure_triples(None)
+    yield "network.data_over_overlay_unlimited", paired_ratio(data, overlay), "ratio"
+
+
+def measure_triples(rate: str | None) -> tuple[list[float], list[float], list[float]]:
+    """Return the throughput between the nodes, and between containers over the overlay and the data network, MB/s."""
+    host, overlay, data = [], [], []
+    with machines(_NODES.name, _NODES.prefix, 2, rate):
         try:
             for number in range(2):
                 add_container(number)
-            overlay, host = [], []
             for pair in range(PAIRS):
                 host.append(measure_throughput(_NODES))
                 overlay.append(measure_throughput(_CONTAINERS))
-                print_progress(f"pair {pair + 1}: {host[-1]:.3g} and over the overlay {overlay[-1]:.3g} MB/s")
-            yield "network.overlay_mb_s", sorted(overlay)[PAIRS // 2], "MB/s"
-            yield "network.overlay_over_host", paired_ratio(overlay, host), "ratio"
+                data.append(measure_throughput(_DATA))
+                figures = f"{host[-1]:.3g}, over the overlay {overlay[-1]:.3g} and the data network {data[-1]:.3g} MB/s"
+                print_progress(f"pair {pair + 1}: {figures}")
         finally:
             for number in range(2):
                 _run(("ip", "netns", "del", _CONTAINERS.namespace(number)), check=False)
+    return host, overlay, data
 
 
 def add_container(number: int) -> None:
@@ -79,6 +94,11 @@ def add_container(number: int) -> None:
         _run(("ip", "-netns", node, "link", *words))
     _run(("ip", "-netns", container, "addr", "add", f"{_CONTAINERS.address(number)}/24", "dev", "eth0"))
     _run(("ip", "-netns", container, "link", "set", "eth0", "mtu", str(1500 - _VXLAN_HEADER), "up"))
+    macvlan = ("name", "data0", "type", "macvlan", "mode", "private")
+    _run(("ip", "-netns", node, "link", "add", "link", "eth0", *macvlan))
+    _run(("ip", "-netns", node, "link", "set", "data0", "netns", container))
+    _run(("ip", "-netns", container, "addr", "add", f"{_DATA.address(number)}/24", "dev", "data0"))
+    _run(("ip", "-netns", container, "link", "set", "data0", "up"))
 
 
 def measure_throughput(ends: Machines) -> float:

@@ -54,7 +54,7 @@ class _Node:
         env = environment.read()
         environ = build_variables(
             rank=self._rank,
-            ips=self._exchange("address", network.find_own_interface(env.subnet).address),
+            ips=self._exchange("address", network.find_own_interface(env.rank_subnet).address),
             gpus_per_node=len(env.gpu_uuids),
             task_id=build_task_id(self._run_id, self._name),
             user=env.home.name,

@@ -121,7 +121,7 @@ def report_new_workers(
 ) -> DryRunReport:
     """Return the report of a launch without idle workers: the addresses of the other nodes are not known."""
     plan = validated.plan
-    own = network.find_own_interface(validated.request.env.subnet, wait_s=_NETWORK_S)
+    own = network.find_own_interface(validated.request.env.rank_subnet, wait_s=_NETWORK_S)
     membership = Membership(
         includes_notebook=plan.includes_notebook,
         workers=tuple(range(plan.workers)),
@@ -145,7 +145,7 @@ def _report_idle_pool(validated: ValidatedRequest, pool: WorkerPool, run: RunFol
     membership = pool.membership(validated.plan)
     assert membership is not None  # noqa: S101 - a pool that is alive has one
     infos = pool.agents.node_infos(membership)
-    own = network.find_own_interface(validated.request.env.subnet, wait_s=_NETWORK_S)
+    own = network.find_own_interface(validated.request.env.rank_subnet, wait_s=_NETWORK_S)
     return DryRunReport(
         plan=validated.plan,
         spec=_spec(validated, run, membership, infos[0].address),

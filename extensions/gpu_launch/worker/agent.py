@@ -81,7 +81,7 @@ def adopt_fork_server(server: ForkServerClient, run_id: str) -> None:
 def describe_node() -> NodeInfo:
     """Describe this container for the plan of a launch."""
     env = environment.read()
-    interface = network.find_own_interface(env.subnet, wait_s=1.0)
+    interface = network.find_own_interface(env.rank_subnet, wait_s=1.0)
     return NodeInfo(
         worker=env.worker,
         node=env.node,
@@ -135,7 +135,7 @@ def open_store(run_id: str, attempt: int) -> int:
     del run_id, attempt
     if _state.fork_server is None:
         raise ForkRefused("there is no fork server here: call `prepare_forking` first")
-    return _state.fork_server.open_store(network.find_own_interface(environment.read().subnet, wait_s=1.0).address)
+    return _state.fork_server.open_store(network.find_own_interface(environment.read().rank_subnet, wait_s=1.0).address)
 
 
 def find_coordinator_port(store_port: int) -> int:
@@ -180,7 +180,7 @@ def start_ranks(spec: LaunchSpec) -> int:
 
 def _build_node_spec(spec: LaunchSpec) -> NodeSpec:
     env = environment.read()
-    interface = network.find_own_interface(env.subnet, wait_s=1.0)
+    interface = network.find_own_interface(env.rank_subnet, wait_s=1.0)
     run, node_rank = run_folder.open_run(env.home, spec.run_id), spec.membership.node_rank(env.worker)
     environ = build_node_environ(
         os.environ,

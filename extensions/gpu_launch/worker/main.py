@@ -156,8 +156,9 @@ def run_engine(folder: Path) -> None:
 
     if forkserver is not None:
         agent.adopt_fork_server(forkserver, run.run_id)
-    # A worker container's network is connected shortly after its start.
+    # A worker container's networks are connected shortly after its start.
     network.find_own_interface(environment.read().subnet)
+    network.find_own_interface(environment.read().rank_subnet)
     _wait_for_file(run.connection)
     Engine.launch_instance(argv=_build_engine_arguments(run, settings))
 

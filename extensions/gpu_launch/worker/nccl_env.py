@@ -115,7 +115,8 @@ def find_variables(interface: str) -> dict[str, str]:
 def inspect_container(interface: str, *, with_path_mtu: bool = False) -> ContainerFacts:
     """Inspect this container. `with_path_mtu` also measures packet sizes, which takes a moment."""
     env = environment.read()
-    mtu = _read_mtu(interface) if with_path_mtu else None
+    # The path to the head node is another one than that of the data network.
+    mtu = _read_mtu(interface) if with_path_mtu and env.data_subnet is None else None
     return ContainerFacts(
         interface=interface,
         gpus=len(env.gpu_uuids),

@@ -14,6 +14,7 @@ from gpuhub.cli.options import cluster_file_option, hub_config_option, instance_
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
+from gpuhub.config.machines.data_network import DATA_NETWORK_NOTE
 from gpuhub.config.settings import ClusterSettings, find_backends
 
 
@@ -155,7 +156,7 @@ def check(paths: Paths, cluster_file: Path) -> None:
     console, cluster = AdminConsole(), settings.load(cluster_file)
     kinds.check_files(cluster)
     machine_destinations.load(cluster.notifications)
-    for note in check_accounts(cluster, paths):
+    for note in (*check_accounts(cluster, paths), *([DATA_NETWORK_NOTE] if cluster.has_data_network else [])):
         console.write(f"{note}.")
     console.write(f"{cluster_file} is valid: {len(cluster.nodes)} nodes, {len(cluster.profiles)} profiles")
 

@@ -252,6 +252,7 @@ def prepare(paths: Paths, urls: tuple[str, ...], hosts_file: Path | None, driver
 @click.option("--name", help="The node's name; default: the machine's, or rigN.")
 @click.option("--address", metavar="IP", help="Where other nodes reach it; default: where ssh does.")
 @click.option("--tls", is_flag=True, help="Reach its Docker over mutual TLS instead of SSH.")
+@click.option("--data-interface", metavar="NAME", help="Its network card for ranks, where the other nodes have one.")
 @click.option("--dry-run", is_flag=True, help="Check the machine, show the changes, and change nothing.")
 @click.option("--up", is_flag=True, help="Run `gpuhub up` afterwards: send images, let services use the node.")
 @yes_option
@@ -264,6 +265,7 @@ def add(
     name: str | None,
     address: str | None,
     tls: bool,
+    data_interface: str | None,
     dry_run: bool,
     up: bool,
     yes: bool,
@@ -284,6 +286,7 @@ def add(
         name=name,
         address=address,
         tls=tls,
+        data_interface=data_interface,
         yes=yes,
         dry_run=dry_run,
     )

@@ -130,6 +130,11 @@ def access_network_name(instance: str) -> str:
     return f"{instance}-access"
 
 
+def data_network_name(instance: str) -> str:
+    """Return the name of the network by which ranks' containers use a node's own network card."""
+    return f"{instance}-data"
+
+
 def user_bridge_name(instance: str, owner: str) -> str:
     """Return the interface of a user's private bridge network, at most 15 characters; see `user_bridge_pattern`."""
     digest = base64.b32encode(hashlib.sha256(owner.encode()).digest()).decode().lower()

@@ -6,7 +6,6 @@ with its value, and what to write instead. Every key is explained in `cluster.ex
 
 from __future__ import annotations
 
-import ipaddress
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -28,6 +27,7 @@ from gpuhub.config.containers.services import ServiceSettings, find_service_mist
 from gpuhub.config.costs import CostSettings, find_cost_mistakes
 from gpuhub.config.database import DatabaseSettings
 from gpuhub.config.machines.circuits import CircuitSettings, find_circuit_mistakes
+from gpuhub.config.machines.data_network import find_data_address_mistakes, find_data_network_mistakes
 from gpuhub.config.machines.guests import GuestSettings, find_guest_mistakes
 from gpuhub.config.machines.network import HubSettings, NetworkSettings
 from gpuhub.config.machines.nodes import DockerTlsFiles, ExpectedGpus, NodeSettings
@@ -130,7 +130,10 @@ class ClusterSettings(SettingsTable):
             *(f"{key}: is empty; at least one is needed" for key in ("nodes", "profiles") if not getattr(self, key)),
             *_duplicates("nodes", "name", [node.name for node in self.nodes]),
             *_duplicates("nodes", "address", [node.address for node in self.nodes]),
-            *_find_data_address_mistakes(self),
+            *find_data_address_mistakes(self.nodes, self.own_nodes),
+            *find_data_network_mistakes(
+                self.network, self.own_nodes if self.has_overlay else (), machines=self._machine_addresses
+            ),
             *_duplicates("nodes", "docker", [node.docker for node in self.nodes if node.docker]),
             *_duplicates("circuits", "name", [circuit.name for circuit in self.circuits]),
             *find_circuit_mistakes(self.circuits, self.base_watts),
@@ -218,6 +221,16 @@ class ClusterSettings(SettingsTable):
     def has_encrypted_overlay(self) -> bool:
         """True where users' networks span nodes and are encrypted between them."""
         return self.has_overlay and self.network.encrypt
+
+    @property
+    def _machine_addresses(self) -> set[str]:
+        head = set() if self.hub.address is None else {self.hub.address}
+        return head.union(*({node.address, node.rank_address} for node in self.nodes))
+
+    @property
+    def has_data_network(self) -> bool:
+        """True where ranks on several nodes use the nodes' own network cards instead of overlays."""
+        return self.has_overlay and any(node.data_interface for node in self.own_nodes)
 
     @property
     def has_internal_tls(self) -> bool:
@@ -377,22 +390,6 @@ def _find_staging_mistakes(cluster: ClusterSettings) -> Iterable[str]:
         for profile in cluster.profiles:
             if profile.stage:
                 yield (f"profiles: {profile.name!r}: stage: copies are made of storage.datasets, which is not set")
-
-
-def _find_data_address_mistakes(cluster: ClusterSettings) -> list[str]:
-    """Return the data addresses that cannot carry traffic between the nodes, one line for each."""
-    first = {node.address: node.name for node in cluster.nodes}
-    mistakes, versions = [], set()
-    for node in cluster.own_nodes:
-        versions.add(ipaddress.ip_address(node.rank_address).version)
-        if node.data_address is None or node.data_address == node.address:
-            continue
-        other = first.setdefault(node.data_address, node.name)
-        if other != node.name:
-            mistakes.append(f"nodes: data_address {node.data_address!r} of {node.name} is an address of {other}")
-    if len(versions) > 1 and any(node.data_address for node in cluster.own_nodes):
-        mistakes.append("nodes: data_address: IPv4 and IPv6 addresses do not reach each other: use one of both")
-    return mistakes
 
 
 def _unsatisfiable(cluster: ClusterSettings) -> list[str]:

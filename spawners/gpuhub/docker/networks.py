@@ -25,6 +25,8 @@ _ROUTE_DEADLINE_S = 5.0
 #: For up to 50 s after a network partition a node receives nothing from the leader. Then another may be elected, which
 #: takes up to 20 s, and nodes find it after up to 15 s.
 _JOIN_DEADLINE_S, _JOIN_PAUSE_S = 150.0, 1.0
+#: Docker's texts for a network that a concurrent start creates, and that is not shown yet: an overlay, and a macvlan.
+_CREATED_MEANWHILE = ("name conflicts", "already using parent interface")
 #: Docker's texts for attempts that failed in Swarm.
 _JOIN_FAILURES = ("attaching to network failed", "Could not attach to network")
 #: Size of VXLAN's header in each packet, bytes.
@@ -58,10 +60,10 @@ async def ensure_access_network(daemons: DockerClients, cluster: ClusterSettings
     Containers on it cannot reach each other.
     """
     name = names.access_network_name(instance)
-    network = await _inspect_network(daemons, node, name)
+    network = await inspect_network(daemons, node, name)
     if network is None:
         mtu = await asyncio.to_thread(find_mtu, cluster)
-        network = await _create_network(daemons, node, name, build_access_network(instance, mtu))
+        network = await create_network(daemons, node, name, build_access_network(instance, mtu))
     return str(network["Id"])
 
 
@@ -101,10 +103,10 @@ async def _ensure_current(
     name = names.user_network_name(instance, owner)
     began = asyncio.get_running_loop().time()
     while True:
-        network = await _inspect_network(daemons, node, name)
+        network = await inspect_network(daemons, node, name)
         if network is None:
             mtu = await asyncio.to_thread(find_mtu, cluster)
-            network = await _create_network(daemons, node, name, build_user_network(cluster, instance, owner, mtu))
+            network = await create_network(daemons, node, name, build_user_network(cluster, instance, owner, mtu))
         passed_s = asyncio.get_running_loop().time() - began
         if not network["Driver"] or not _read_subnet(network):
             # Swarm gives an overlay its driver, options and subnet a moment after a concurrent start has created it.
@@ -115,7 +117,7 @@ async def _ensure_current(
         outdated = _explain_outdated(cluster, network, node)
         if outdated is None:
             return network
-        await _remove_outdated(daemons, node, network, f"{owner} has a notebook or job {outdated}")
+        await remove_outdated(daemons, node, network, f"{owner} has a notebook or job {outdated}")
         # A daemon shows an overlay for some moments after Swarm has removed it.
         if passed_s > _REPLACE_DEADLINE_S:
             raise _build_still_shown(node, name)
@@ -205,7 +207,7 @@ async def _remove_idle(daemons: DockerClients, node: str, instance: str, keep_ow
 async def _wait_until_gone(daemons: DockerClients, node: str, network: Mapping[str, Any]) -> None:
     """Wait until a daemon no longer shows an overlay that Swarm has removed."""
     end = asyncio.get_running_loop().time() + _REPLACE_DEADLINE_S
-    while await _inspect_network(daemons, node, network["Id"]) is not None:
+    while await inspect_network(daemons, node, network["Id"]) is not None:
         if asyncio.get_running_loop().time() > end:
             raise _build_still_shown(node, network["Name"])
         await asyncio.sleep(0.1)
@@ -265,7 +267,12 @@ def _explain_outdated(cluster: ClusterSettings, network: Mapping[str, Any], node
     return f"from before network.encrypt was changed, on a network that is {'' if is_encrypted else 'not '}encrypted"
 
 
-async def _remove_outdated(daemons: DockerClients, node: str, network: Mapping[str, Any], explanation: str) -> None:
+async def remove_outdated(daemons: DockerClients, node: str, network: Mapping[str, Any], explanation: str) -> None:
+    """Remove a network that does not fit the settings.
+
+    Raises:
+        Conflict: A container uses it; the text begins with `explanation`.
+    """
     try:
         await daemons.call(node, "remove_network", network["Id"])
     except NotFound:
@@ -283,7 +290,8 @@ def _is_in_use(error: GpuhubError) -> bool:
     return "in use" in str(error) or "active endpoints" in str(error)
 
 
-async def _create_network(daemons: DockerClients, node: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+async def create_network(daemons: DockerClients, node: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Create a network, or return the one that a concurrent start has created."""
     try:
         # Without this option two bridges may have the same name; overlays never do.
         await daemons.call(node, "create_network", name, check_duplicate=True, **arguments)
@@ -291,8 +299,9 @@ async def _create_network(daemons: DockerClients, node: str, name: str, argument
         # Daemons' messages differ when a concurrent start was first, so check for the network instead. Swarm knows it
         # some moments before the daemon does.
         end = asyncio.get_running_loop().time() + _REPLACE_DEADLINE_S
-        while (existing := await _inspect_network(daemons, node, name)) is None:
-            if "name conflicts" not in str(error) or asyncio.get_running_loop().time() > end:
+        while (existing := await inspect_network(daemons, node, name)) is None:
+            is_passing = any(sign in str(error) for sign in _CREATED_MEANWHILE)
+            if not is_passing or asyncio.get_running_loop().time() > end:
                 raise
             await asyncio.sleep(0.1)
         return existing
@@ -300,7 +309,8 @@ async def _create_network(daemons: DockerClients, node: str, name: str, argument
     return created
 
 
-async def _inspect_network(daemons: DockerClients, node: str, name: str) -> dict[str, Any] | None:
+async def inspect_network(daemons: DockerClients, node: str, name: str) -> dict[str, Any] | None:
+    """Return what the daemon says of a network, or None if it does not exist."""
     try:
         network: dict[str, Any] = await daemons.call(node, "inspect_network", name)
     except NotFound:

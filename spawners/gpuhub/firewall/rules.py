@@ -1,8 +1,9 @@
-"""The firewall's rules: which addresses users' containers reach, as the text of one nftables table.
+"""The firewall's rules: which addresses users' containers reach, as the text of nftables' tables.
 
 Packets from containers are checked before Docker translates addresses, by their original destination; packets to
-containers are checked after that, by the container's own port. The table belongs to gpuhub: rules of Docker and of the
-node's own firewall do not change, and packets that they refuse stay refused.
+containers are checked after that, by the container's own port. With `data_interface` there is a second table, of that
+interface. Both belong to gpuhub: rules of Docker and of the node's own firewall do not change, and packets that they
+refuse stay refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Literal
 
 from gpuhub.common import names
 from gpuhub.common.names import NOTEBOOK_PORT
+from gpuhub.config.machines.data_network import build_hardware_address, list_user_ranges
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 
 _DNS_PORT = 53
@@ -70,14 +72,26 @@ class FirewallPolicy:
     has_overlay: bool
     #: Whether packets between nodes must come through IPsec.
     is_encrypted: bool = False
+    #: Where ranks' containers use the node's own network card: its interface, the network of their addresses, and the
+    #: part of it that each user may get.
+    data_interface: str | None = None
+    data_pool: str = ""
+    user_ranges: tuple[str, ...] = ()
 
 
 def build_policy(
-    cluster: ClusterSettings, instance: str, *, head: str, callers: Iterable[str], is_guest: bool = False
+    cluster: ClusterSettings,
+    instance: str,
+    *,
+    head: str,
+    callers: Iterable[str],
+    is_guest: bool = False,
+    data_interface: str | None = None,
 ) -> FirewallPolicy:
     """Build a node's policy.
 
     Args:
+        data_interface: The node's.
         is_guest: Its containers reach neither hub nor broker, and it has no users' networks.
         callers: The head node's own addresses on the route to the node; `head` is always one of them.
 
@@ -96,6 +110,9 @@ def build_policy(
         reach=_normalise(cluster.network.reach),
         has_overlay=cluster.has_overlay and not is_guest,
         is_encrypted=cluster.has_encrypted_overlay and not is_guest,
+        data_interface=data_interface,
+        data_pool=cluster.network.data_pool if data_interface else "",
+        user_ranges=list_user_ranges(cluster.network) if data_interface else (),
     )
 
 
@@ -112,13 +129,18 @@ def describe_rules(cluster: ClusterSettings, node: NodeSettings, policy: Firewal
         + (", " + ", ".join(policy.reach) if policy.reach else "")
         + f"; and {destinations}.",
         f"# Their published ports can be reached from {', '.join(policy.callers)} only.",
+        *(
+            [f"# On {policy.data_interface}, ranks' containers reach those of their own user on other nodes only."]
+            if policy.data_interface
+            else []
+        ),
         *([] if cluster.network.guard else ["# network.guard is false: these rules are NOT on the node."]),
     ]
     return "\n".join([*lines, "", format_rules(policy)])
 
 
 def format_rules(policy: FirewallPolicy) -> str:
-    """Return the script for `nft -f`, which replaces the instance's table in one step or changes nothing."""
+    """Return the script for `nft -f`, which replaces the instance's tables in one step or changes nothing."""
     table = names.firewall_table_name(policy.instance)
     access, users = names.access_network_name(policy.instance), names.user_bridge_pattern(policy.instance)
     chains = [
@@ -156,7 +178,48 @@ def format_rules(policy: FirewallPolicy) -> str:
         verdict = "meta ipsec exists return" if policy.is_encrypted else "return"
         chains.append(_format_chain("overlay", *_match_rules("saddr", policy.nodes, verdict), "counter drop"))
     body = "\n\n".join([_format_counting_set(policy), *chains])
-    return f"table inet {table}\ndelete table inet {table}\ntable inet {table} {{\n{body}\n}}\n"
+    return _format_table("inet", table, body) + _format_data_table(policy)
+
+
+def _format_table(family: Literal["inet", "netdev"], table: str, body: str) -> str:
+    return f"table {family} {table}\ndelete table {family} {table}\ntable {family} {table} {{\n{body}\n}}\n"
+
+
+def _format_data_table(policy: FirewallPolicy) -> str:
+    """Return the table for packets between the wire and ranks' containers; empty where they are not on it.
+
+    These packets do not pass the node's own network, so the table is the interface's. Containers are known by their
+    Ethernet addresses, which they cannot change, and users by their parts of the network.
+    """
+    if policy.data_interface is None:
+        return ""
+    pool = ipaddress.IPv4Network(policy.data_pool)
+    containers = "-".join(build_hardware_address(str(address)) for address in (pool[0], pool[-1]))
+    hook = f'device "{policy.data_interface}" priority filter; policy accept;'
+    pairs = ", ".join(f"{network} . {network}" for network in policy.user_ranges)
+    same_user = ["type ipv4_addr . ipv4_addr", "flags interval", f"elements = {{ {pairs} }}"]
+    body = [
+        "\n".join(["\tset same_user {", *(f"\t\t{line}" for line in same_user), "\t}"]),
+        _format_chain(
+            "between_ranks",
+            f"arp saddr ip {pool} arp daddr ip {pool} accept",
+            "ip saddr . ip daddr @same_user accept",
+            "counter drop",
+        ),
+        _format_chain(
+            "to_wire",
+            f"type filter hook egress {hook}",
+            f"ether saddr {containers} jump between_ranks",
+            f"ip saddr {pool} jump between_ranks",
+        ),
+        _format_chain(
+            "from_wire",
+            f"type filter hook ingress {hook}",
+            f"ether daddr {containers} jump between_ranks",
+            f"ip daddr {pool} jump between_ranks",
+        ),
+    ]
+    return _format_table("netdev", names.firewall_table_name(policy.instance), "\n\n".join(body))
 
 
 def format_removal(instance: str) -> str:

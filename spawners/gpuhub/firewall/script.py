@@ -5,13 +5,15 @@ unchanged, because another firewall that is reloaded may flush everything. On ev
 prints one line of JSON, `{"state": "ok", "why": "applied", "rejected": 0}`: state is `starting`, `ok` or `failed`, and
 `rejected` the number of packets that the rules have refused since they were applied; null if it cannot be read. When
 the script is stopped, the table stays, but nothing restores it any more. `remove TABLE RULES` applies rules that remove
-the table, and ends.
+the table, and ends. Where the rules have a second table of that name, of the family netdev, it is treated alike; where
+they have none, it is removed.
 The caller passes this file's text to `python3 -c`, so it imports nothing of gpuhub.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,24 +53,43 @@ def run_nft(arguments: list[str], text: str = "") -> str:
 
 
 def apply_rules(rules: str) -> None:
-    """Replace the table in one step."""
-    run_nft(["-f", "-"], rules)
-
-
-def read_table(table: str) -> str | None:
-    """Return the kernel's table without counters and the connections it counts, or None if it does not exist."""
+    """Replace the tables in one step."""
+    for interface in sorted(set(re.findall(r'device "([^"]+)"', rules))):
+        if not os.path.exists(f"/sys/class/net/{interface}"):  # noqa: PTH110  importing pathlib costs more
+            raise FirewallFailed(f"there is no network interface {interface}: correct data_interface in cluster.toml")
     try:
-        return run_nft(["--stateless", "--terse", "list", "table", "inet", table])
+        run_nft(["-f", "-"], rules)
+    except FirewallFailed as failed:
+        if "not supported" in str(failed) and "hook egress" in rules:
+            raise FirewallFailed(f"{failed}; data_interface needs Linux 5.16 or newer there") from None
+        raise
+
+
+def has_data_table(table: str, rules: str) -> bool:
+    """Return whether the rules have a table of an interface."""
+    return f"table netdev {table}" in rules
+
+
+def remove_data_table(table: str) -> None:
+    """Remove the table of an interface if there is one, which older rules have left."""
+    if f"table netdev {table}" in run_nft(["list", "tables"]).splitlines():
+        run_nft(["delete", "table", "netdev", table])
+
+
+def read_table(table: str, families: tuple[str, ...] = ("inet",)) -> str | None:
+    """Return the kernel's tables without counters and the connections they count, or None if one does not exist."""
+    try:
+        return "".join(run_nft(["--stateless", "--terse", "list", "table", family, table]) for family in families)
     except FirewallFailed as failed:
         if "No such file" in str(failed):
             return None
         raise
 
 
-def count_rejected(table: str) -> int | None:
-    """Return how many packets the table's rules have refused, each of which has a counter; None if that is unknown."""
+def count_rejected(table: str, families: tuple[str, ...] = ("inet",)) -> int | None:
+    """Return how many packets the tables' rules have refused, each of which has a counter; None if that is unknown."""
     try:
-        listed = run_nft(["--terse", "list", "table", "inet", table])
+        listed = "".join(run_nft(["--terse", "list", "table", family, table]) for family in families)
     except FirewallFailed:
         return None
     return sum(int(packets) for packets in re.findall(r"counter packets ([0-9]+)", listed))
@@ -100,6 +121,7 @@ class TableKeeper:
     def __init__(self, table: str, rules: str) -> None:
         self._table = table
         self._rules = rules
+        self._families = ("inet", "netdev") if has_data_table(table, rules) else ("inet",)
         #: The kernel's table right after the rules were applied.
         self._expected: str | None = None
         self._last_status: tuple[str, str] | None = None
@@ -116,14 +138,16 @@ class TableKeeper:
         self._report("ok", change or "unchanged")
 
     def _restore_table(self) -> str:
-        current = None if self._expected is None else read_table(self._table)
+        current = None if self._expected is None else read_table(self._table, self._families)
         if self._expected is not None and current == self._expected:
             return ""
         change = "applied"
         if self._expected is not None:
             change = f"applied again: the table was {'gone' if current is None else 'changed'}"
         apply_rules(self._rules)
-        self._expected = read_table(self._table)
+        if "netdev" not in self._families:
+            remove_data_table(self._table)
+        self._expected = read_table(self._table, self._families)
         if self._expected is None:
             raise FirewallFailed("the table vanished as soon as it was created")
         return change
@@ -138,7 +162,7 @@ class TableKeeper:
             or (state == "failed" and why != self._last_status[1])
         )
         if is_change or why.startswith("applied") or self._unreported >= MAX_UNREPORTED:
-            print_status(state, why, count_rejected(self._table))
+            print_status(state, why, count_rejected(self._table, self._families))
             self._unreported = 0
         else:
             self._unreported += 1
@@ -151,6 +175,7 @@ def main(arguments: list[str]) -> int:
     if action == "remove":
         try:
             apply_rules(rules)
+            remove_data_table(table)
         except FirewallFailed as failed:
             print_status("failed", str(failed))
             return 1

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import ipaddress
+import os
+import subprocess
 import tarfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -14,7 +17,9 @@ import pytest
 
 from gpuhub.common import names
 from gpuhub.common.errors import GpuhubError
+from gpuhub.common.names import NOTEBOOK_PORT
 from gpuhub.config import settings
+from gpuhub.config.machines.data_network import map_data_address
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
 from gpuhub.docker.client import DockerClients
@@ -28,6 +33,7 @@ from tests.support.closet.practice_closet import INSTANCE, Closet
 from tests.support.docker import user_containers
 from tests.support.docker.tiny_image import find_libraries, path_under_usr
 from tests.support.docker.user_containers import Target, UserContainer
+from tests.support.launch.local_cluster import PYTHON
 
 ADA, BEN = user_containers.build_identity("ada", 20001), user_containers.build_identity("ben", 20002)
 TABLE = names.firewall_table_name(INSTANCE)
@@ -210,6 +216,145 @@ async def test_containers_reach_only_allowed_targets(scene: Scene) -> None:
     results = scene.scan(scene.forbidden())
     assert set(results.values()) == {"open"}, results
     assert scene.published_from(user_containers.OUTSIDE) == {"open"}
+
+
+#: A rank that adds 1 and 2 over gloo, and prints the sum and the network from which it reached the store.
+RANK = """
+import os, socket, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(value)
+with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as store:
+    print(value.item(), store.getsockname()[0][:7])
+    dist.barrier()
+"""
+
+
+def add_ranks(closet: Closet, containers: Sequence[UserContainer]) -> list[str]:
+    """Run a rank in the network namespace of each container with torch of this machine; return what they print."""
+    ranks = []
+    for rank, inside in enumerate(containers):
+        with closing(closet.client(inside.node)) as client:
+            sandbox = client.api.inspect_container(inside.id)["NetworkSettings"]["SandboxKey"]
+        processes = closet_daemons.find_processes(closet.plan, closet.plan.node(inside.node))
+        daemon = next(pid for pid, name in processes.items() if name == "dockerd")
+        space = f"/proc/{daemon}/root{sandbox.removeprefix('/var')}"
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": len(containers),
+            "MASTER_ADDR": containers[0].data,
+            "MASTER_PORT": 29501,
+        }
+        environ = os.environ | {name: str(value) for name, value in variables.items()} | {"GLOO_SOCKET_IFNAME": "eth2"}
+        command = ("nsenter", f"--net={space}", PYTHON, "-c", RANK)
+        ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
+    return [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+
+
+async def test_data_network_separates_users(closet: Closet, tiny_image: str, world: None, interpreter: str) -> None:
+    """On the nodes' own network card, containers reach their own user's on other nodes, and no machine."""
+    plain = settings.load(closet.cluster_file)
+    nodes = tuple(node.model_copy(update={"data_interface": "eth0"}) for node in plain.nodes)
+    cluster, head = plain.model_copy(update={"nodes": nodes}), str(closet.plan.head)
+    daemons = DockerClients(cluster.nodes, instance=INSTANCE, run_dir=closet.paths.run)
+    containers: list[UserContainer] = []
+
+    async def apply_rules(applied: ClusterSettings) -> None:
+        await asyncio.gather(
+            *(firewall_container.ensure_firewall(daemons, applied, INSTANCE, node) for node in ("rig1", "rig2"))
+        )
+
+    try:
+        await membership.ensure_swarm(daemons, cluster)
+        # Together, so that two starts create each node's data network.
+        for started in await asyncio.gather(
+            *(
+                user_containers.start_containers(
+                    daemons, cluster, identity, ("rig1", "rig2"), image=tiny_image, head=head
+                )
+                for identity in (ADA, BEN)
+            )
+        ):
+            containers += started
+        ada, other, near, far = containers
+        assert ada.interfaces(closet) == {"lo", "eth0", "eth1", "eth2"}
+        assert [inside.data for inside in containers] == [
+            map_data_address(cluster.network, inside.own) for inside in containers
+        ]
+        own: dict[str, Target] = {
+            "own": (other.data, 29500, ""),
+            "own overlay": (other.own, 29500, ""),
+            "broker": (head, cluster.hub.broker_port, ""),
+            "internet": (user_containers.INTERNET, 80, ""),
+        }
+        stranger: dict[str, Target] = {"other user": (far.data, 29500, "")}
+        machines: dict[str, Target] = {
+            f"{host}:{port}": (host, port, "eth2")
+            for host, port in [
+                *((node.address, port) for node in cluster.nodes for port in user_containers.ON_NODES),
+                *((head, port) for port in (22, cluster.hub.api_port, cluster.hub.broker_port)),
+                (user_containers.INTERNET, 80),
+                (user_containers.METADATA, 80),
+                (user_containers.PRIVATE, 80),
+            ]
+        }
+        inner: dict[str, Target] = {
+            f"{inside.node} {address} by {device or 'any'}": (address, NOTEBOOK_PORT, device)
+            for inside in (near, far)
+            for address in (inside.access, inside.own, inside.data)
+            for device in ("", "eth0", "eth1", "eth2")
+        }
+        in_pool = str(ipaddress.IPv4Network(cluster.network.data_pool)[-2])
+        outside: dict[str, Target] = {"from the LAN": (ada.data, NOTEBOOK_PORT, "")}
+        lan = ("ip", "-netns", user_containers.OUTSIDE, "address", "add", f"{in_pool}/16", "dev", "eth0")
+        shell.run_command(lan)
+        # Without the rules, so that the test shows what they are for.
+        await apply_rules(plain)
+        assert ada.probe(closet, own | stranger) == dict.fromkeys((*own, *stranger), "open")
+        assert user_containers.probe_from(user_containers.OUTSIDE, outside) == {"from the LAN": "open"}
+        await apply_rules(cluster)
+        assert ada.probe(closet, own) == dict.fromkeys(own, "open")
+        # Two users at once, with the same port of the first rank.
+        sums = await asyncio.gather(
+            asyncio.to_thread(add_ranks, closet, (ada, other)), asyncio.to_thread(add_ranks, closet, (near, far))
+        )
+        assert sums == [["3.0 10.202.", "3.0 10.202."]] * 2
+        shut = ada.probe(closet, stranger | machines | inner)
+        assert "open" not in shut.values(), shut
+        assert user_containers.probe_from(user_containers.OUTSIDE, outside) == {"from the LAN": "silent"}
+        # It is kept and removed with the other table.
+        space = closet.plan.netns_name(closet.plan.node("rig1"))
+        user_containers.run_nft(space, "delete", "table", "netdev", TABLE)
+        assert shell.wait_until(lambda: user_containers.has_table(space, TABLE, "netdev"), timeout_s=60, interval_s=0.2)
+        await apply_rules(plain)
+        assert not user_containers.has_table(space, TABLE, "netdev")
+        await apply_rules(cluster)
+    finally:
+        for inside in containers:
+            await container_lifecycle.remove_container(daemons, inside.node, inside.id)
+        await networks.remove_idle_user_networks(daemons, cluster, INSTANCE, ())
+        for node in ("rig1", "rig2"):
+            for network in await daemons.call(node, "networks", names=[names.data_network_name(INSTANCE)]):
+                await daemons.call(node, "remove_network", network["Id"])
+            await firewall_container.remove_firewall(daemons, INSTANCE, node)
+            for family in ("inet", "netdev"):
+                assert not user_containers.has_table(closet.plan.netns_name(closet.plan.node(node)), TABLE, family)
+        daemons.close()
+
+
+async def test_node_without_the_data_interface_is_named(closet: Closet, tiny_image: str) -> None:
+    """No container starts there."""
+    cluster = settings.load(closet.cluster_file)
+    nodes = tuple(node.model_copy(update={"data_interface": "enp9s0"}) for node in cluster.nodes)
+    daemons = DockerClients(cluster.nodes, instance=INSTANCE, run_dir=closet.paths.run)
+    try:
+        with pytest.raises(GpuhubError, match=r"node rig3: its firewall is not in place.*no network interface enp9s0"):
+            await firewall_container.ensure_firewall(
+                daemons, cluster.model_copy(update={"nodes": nodes}), INSTANCE, "rig3"
+            )
+    finally:
+        await firewall_container.remove_firewall(daemons, INSTANCE, "rig3")
+        daemons.close()
 
 
 async def test_firewall_is_restored(closet: Closet, tiny_image: str) -> None:

@@ -75,6 +75,17 @@ def test_scripts_have_torchruns_environment(either: Notebook) -> None:
     ]
 
 
+def test_ranks_meet_on_the_data_network(either: Notebook) -> None:
+    """Where containers have one; what the notebook and its workers say to each other stays on the user's network."""
+    either.broker.data_subnet = "127.0.0.9/32"
+    either.script(
+        "where.py", ALL_REDUCE + "    print('at', os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'])\n"
+    )
+    code, out, err = either.run(either.call("where.py", nnodes=2))
+    assert code == 0, out + err
+    assert count_ranks(out, "at 127.0.0.9 lo") == 2
+
+
 def test_cell_runs_as_a_script_in_the_notebooks_folder(notebook: Notebook) -> None:
     """The cell's body is every rank's script, with imports from the notebook's folder and its own arguments."""
     notebook.script("helper.py", "WORD = 'imported'")

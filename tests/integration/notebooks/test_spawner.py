@@ -16,6 +16,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import Conflict, NotFound
 from gpuhub.config import settings
 from gpuhub.config.containers.profiles import ProfileSettings
+from gpuhub.config.machines.data_network import map_data_address
 from gpuhub.docker import networks
 from gpuhub.docker.containers import container_spec
 from gpuhub.docker.containers.user_containers import WorkerSpec, start_worker
@@ -310,6 +311,55 @@ async def test_workers_of_one_user_connect_and_repeated_start_is_idempotent(
             with contextlib.suppress(NotFound):
                 name = names.worker_container_name(INSTANCE, "trial", spec.index)
                 await head.daemons.call(spec.node, "remove_container", name, force=True)
+
+
+async def test_ranks_of_notebook_and_worker_reach_each_other_on_the_network_card(
+    head: HeadNode, tiny_image: str, users: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With data_interface both have an address there, and a notebook without a GPU has none."""
+    monkeypatch.setattr(container_spec, "WORKER_COMMAND", ("python3", "-c", NOTEBOOK))
+    nodes = tuple(node.model_copy(update={"data_interface": "eth0"}) for node in head.cluster.nodes)
+    cluster = head.cluster.model_copy(update={"nodes": nodes})
+    data, worker = names.data_network_name(INSTANCE), names.worker_container_name(INSTANCE, "trial", 0)
+    user = users()
+    user.settings["config"].GpuDockerSpawner.cluster = cluster
+    try:
+        await user.spawn(options={"profile": "cpu"})
+        plain = head.inspect(user.spawner.node, names.notebook_container_name(INSTANCE, OWNER, ""))
+        assert data not in plain["NetworkSettings"]["Networks"]
+        await user.stop()
+        await user.spawn(options={"profile": profile_of(head, "RTX 5070")})
+        spec = WorkerSpec(
+            instance=INSTANCE,
+            owner=OWNER,
+            job_id="trial",
+            run_id="trial-run",
+            index=0,
+            run_index=0,
+            lease_id="lease-1",
+            epoch=1,
+            node="rig1",
+            gpu_uuids=(),
+            image=tiny_image,
+        )
+        started = [await start_worker(head.daemons, cluster, head.closet.paths, spec) for _ in range(2)]
+        assert started[0] == started[1]
+        notebook = head.inspect("rig2", names.notebook_container_name(INSTANCE, OWNER, ""))
+        for container in (notebook, head.inspect("rig1", worker)):
+            assert f"GPUHUB_DATA_SUBNET={cluster.network.data_pool}" in container["Config"]["Env"]
+            joined = container["NetworkSettings"]["Networks"]
+            own = joined[names.user_network_name(INSTANCE, OWNER)]["IPAddress"]
+            assert joined[data]["IPAddress"] == map_data_address(cluster.network, own)
+        address = notebook["NetworkSettings"]["Networks"][data]["IPAddress"]
+        fetch = f"import urllib.request as u; print(u.urlopen('http://{address}:8888', timeout=5).status)"
+        with closing(head.closet.client("rig1")) as client:
+            assert client.containers.get(worker).exec_run(["python3", "-c", fetch]) == (0, b"200\n")
+        await user.stop()
+    finally:
+        head.remove_containers()
+        for node in ("rig1", "rig2"):
+            for network in await head.daemons.call(node, "networks", names=[data]):
+                await head.daemons.call(node, "remove_network", network["Id"])
 
 
 async def test_user_networks_are_made_once_and_removed_when_idle(head: HeadNode) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+from gpuhub.common import names
 from gpuhub.common.names import NOTEBOOK_PORT
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.config.users.identity import UserIdentity
@@ -19,6 +20,7 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers import container_lifecycle
 from gpuhub.docker.containers.container_spec import ContainerContext, ContainerSpec, build_worker_spec
 from gpuhub.docker.containers.security import WorkerSize
+from gpuhub.docker.data_network import join_data_network
 from gpuhub_closet import shell
 from gpuhub_closet.topology import ClosetPlan
 from tests.support.closet.practice_closet import INSTANCE, Closet
@@ -77,6 +79,8 @@ class UserContainer:
     #: Addresses on the node's bridge and on the user's network.
     access: str
     own: str
+    #: On the node's own network card; empty for none.
+    data: str = ""
 
     def interfaces(self, closet: Closet) -> set[str]:
         """Return the names of its network interfaces."""
@@ -166,14 +170,18 @@ async def start_container(
     created = await container_lifecycle.ensure_created(daemons, node, spec, adopt=False)
     await daemons.call(node, "start", created.id)
     await networks.connect_container(daemons, node, created.id, network)
+    data = names.data_network_name(INSTANCE)
+    if cluster.has_data_network:
+        await join_data_network(daemons, cluster, node, created.id, network)
     inspected = await daemons.call(node, "inspect_container", created.id)
     joined = inspected["NetworkSettings"]["Networks"]
-    assert set(joined) == {spec.host_config["network_mode"], network.name}
+    assert set(joined) - {data} == {spec.host_config["network_mode"], network.name}
     return UserContainer(
         node=node,
         id=created.id,
         access=joined[spec.host_config["network_mode"]]["IPAddress"],
         own=joined[network.name]["IPAddress"],
+        data=joined[data]["IPAddress"] if data in joined else "",
     )
 
 
@@ -227,9 +235,9 @@ def run_nft(namespace: str, *arguments: str) -> str:
     return shell.run_command((*_within(namespace), "nft", *arguments))
 
 
-def has_table(namespace: str, table: str) -> bool:
+def has_table(namespace: str, table: str, family: str = "inet") -> bool:
     """Return whether a node has an nftables table."""
-    return shell.is_successful((*_within(namespace), "nft", "list", "table", "inet", table))
+    return shell.is_successful((*_within(namespace), "nft", "list", "table", family, table))
 
 
 def _within(namespace: str | None) -> tuple[str, ...]:

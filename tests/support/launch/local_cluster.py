@@ -74,6 +74,8 @@ class LocalBroker:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        #: The subnet of the data network, in containers that start from now on; empty for none.
+        self.data_subnet = ""
         self.groups: dict[str, WorkerGroup] = {}
         self.busy = False
         #: Nodes leased to other users.
@@ -330,6 +332,7 @@ def environment(broker: LocalBroker, *, node: str, gpus: tuple[str, ...]) -> dic
         "IPYTHONDIR": str(broker.home / ".ipython"),
         "GPUHUB_BROKER_URL": broker.url,
         "GPUHUB_NETWORK_SUBNET": "127.0.0.0/8",
+        **({"GPUHUB_DATA_SUBNET": broker.data_subnet} if broker.data_subnet else {}),
         "GPUHUB_NODE": node,
         "GPUHUB_GPU_UUIDS": ",".join(gpus),
         "JUPYTERHUB_API_TOKEN": TOKEN,

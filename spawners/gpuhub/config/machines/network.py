@@ -159,6 +159,8 @@ class NetworkSettings(SettingsTable):
     kind: Literal["auto", "overlay", "bridge"] = "auto"
     #: Private network from which each user's overlay gets a /24 subnet; /22 or larger.
     overlay_pool: str = "10.201.0.0/16"
+    #: Private network of the data addresses, which ranks' containers get where nodes have `data_interface`.
+    data_pool: str = "10.202.0.0/16"
     #: MTU of the network between the nodes, bytes; `auto`: that of the head node's routes to the nodes. Overlays get 50
     #: bytes less, for VXLAN's header.
     mtu: Literal["auto"] | Annotated[int, Field(ge=576, le=9216)] = "auto"
@@ -201,4 +203,15 @@ class NetworkSettings(SettingsTable):
             raise ValueError(f"{value!r} is not a network: {error}") from None
         if not network.is_private or network.prefixlen > 22:
             raise ValueError(f'{value!r}: a private network of /22 or larger is needed, such as "10.201.0.0/16"')
+        return value
+
+    @field_validator("data_pool")
+    @classmethod
+    def _data_pool(cls, value: str) -> str:
+        try:
+            network = ipaddress.IPv4Network(value)
+        except ValueError as error:
+            raise ValueError(f'{value!r} is not an IPv4 network: {error}; write one like "10.202.0.0/16"') from None
+        if not network.is_private:
+            raise ValueError(f'{value!r} is not a private network: write one such as "10.202.0.0/16"')
         return value

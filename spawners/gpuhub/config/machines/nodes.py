@@ -17,6 +17,9 @@ from gpuhub.config.machines.power import NodePowerSettings
 #: Path of a device for RDMA. The others of that folder manage the fabric and are root's.
 FabricDevice = Annotated[str, StringConstraints(pattern=r"^/dev/infiniband/(uverbs[0-9]{1,3}|rdma_cm)$")]
 
+#: Name of a network interface as the kernel permits it, without what has a meaning in rules and in Docker's options.
+InterfaceName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,14}$")]
+
 
 class DockerTlsFiles(SettingsTable):
     """PEM files for mutual TLS with a node's Docker daemon."""
@@ -54,6 +57,9 @@ class NodeSettings(SettingsTable):
     address: str
     #: IP address of its network card for the traffic between ranks, where that is another one; None: `address`.
     data_address: str | None = None
+    #: Its network interface for the traffic between ranks, such as `enp1s0f0`: their containers get an address of their
+    #: own there, past the overlay. None: they use the overlay alone.
+    data_interface: InterfaceName | None = None
     #: Devices for RDMA (InfiniBand) that containers with GPUs get, such as `/dev/infiniband/uverbs0`. What passes
     #: through them passes no firewall.
     fabric: ListOf[FabricDevice] = ()
@@ -158,9 +164,10 @@ class NodeSettings(SettingsTable):
     def _guest_over_ssh(self) -> Self:
         if self.guest and not self.docker.startswith("ssh://"):
             raise ValueError(f"guest = true needs an ssh:// URL, not docker = {self.docker!r} (node {self.name})")
-        if self.guest and (self.data_address or self.fabric):
+        if self.guest and (self.data_address or self.data_interface or self.fabric):
             raise ValueError(
-                f"data_address and fabric are not for guests, which other nodes do not reach (node {self.name})"
+                f"data_address, data_interface and fabric are not for guests, which other nodes do not reach "
+                f"(node {self.name})"
             )
         if self.guest and self.owner_first:
             raise ValueError(f"owner_first is not for guests: their owners use gpuhub-node (node {self.name})")

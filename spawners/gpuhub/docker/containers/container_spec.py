@@ -139,6 +139,8 @@ def build_notebook_spec(
                 else {}
             ),
             "GPUHUB_KEEP_WORKERS_S": str(context.cluster.jobs.keep_workers),
+            # A notebook without a GPU has no ranks.
+            **(_data_environment(context) if context.gpu_uuids else {}),
             # Its launches run in the same image.
             **({"GPUHUB_IMAGE": profile.image} if profile.images else {}),
         },
@@ -202,6 +204,7 @@ def build_worker_spec(
         environment={
             **_thread_environment(limits),
             **_context_environment(context, identity),
+            **_data_environment(context),
             "GPU_LAUNCH_RUN": run_id,
             "GPU_LAUNCH_WORKER": str(run_index),
             **(access or {}),
@@ -283,6 +286,12 @@ def _own_node_environment(context: ContainerContext) -> dict[str, str]:
         **build_service_environment(context.services),
         **build_model_environment(context.cluster, MODELS),
     }
+
+
+def _data_environment(context: ContainerContext) -> dict[str, str]:
+    """Return the variable by which ranks find their interface on the node's own network card, where they have one."""
+    has_one = context.cluster.has_data_network and not context.node.guest
+    return {"GPUHUB_DATA_SUBNET": context.cluster.network.data_pool} if has_one else {}
 
 
 def build_model_environment(cluster: ClusterSettings, folder: str) -> dict[str, str]:

@@ -73,6 +73,7 @@ def build_node_policy(cluster: ClusterSettings, instance: str, node: str) -> Fir
         head=find_head_address(cluster),
         callers=() if caller is None else (caller,),
         is_guest=settings.guest,
+        data_interface=settings.data_interface if cluster.has_data_network else None,
     )
 
 

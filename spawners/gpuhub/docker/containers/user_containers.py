@@ -19,6 +19,7 @@ from gpuhub.docker.containers.container_spec import ContainerContext, build_cour
 from gpuhub.docker.containers.firewall_container import ensure_firewall
 from gpuhub.docker.containers.security import WorkerSize
 from gpuhub.docker.containers.service_access import build_worker_environment, issue_worker_certificate
+from gpuhub.docker.data_network import join_data_network
 from gpuhub.storage.homes import prepare_user
 
 
@@ -133,6 +134,8 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
     # After the start, so that the network is connected while the worker's Python starts.
     if network is not None:
         await networks.connect_container(daemons, spec.node, container.id, network, aliases=spec.aliases)
+        if "GPUHUB_DATA_SUBNET" in container_spec.environment:
+            await join_data_network(daemons, cluster, spec.node, container.id, network)
     return container.id
 
 

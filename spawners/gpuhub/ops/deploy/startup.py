@@ -18,6 +18,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.containers import profiles
 from gpuhub.config.head_address import build_broker_url, find_head_address
+from gpuhub.config.machines.data_network import DATA_NETWORK_NOTE
 from gpuhub.docker import esp_probe, networks
 from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.firewall_container import ensure_firewall
@@ -172,6 +173,8 @@ async def _prepare_nodes(
             )
         if warning is not None:
             report.note(f"  ! {warning}")
+        if cluster.has_data_network:
+            report.note(f"  {DATA_NETWORK_NOTE}.")
         title = "Packet filter" if cluster.network.guard else "No packet filter (network.guard = false)"
         with report.step(title):
             await asyncio.gather(

@@ -207,6 +207,7 @@ async def _diagnose_node(
     environment = replace(
         await asyncio.to_thread(node_queries.read_environment, cluster, paths, node.address),
         data_address=node.data_address or "",
+        data_interface=(node.data_interface or "") if cluster.has_data_network else "",
         swarm_members=facts.swarm_members,
         firewall_status=await node_queries.read_firewall_status(daemons, node.name),
         image_dates=await node_queries.read_image_dates(daemons, cluster, node.name),
@@ -280,6 +281,7 @@ def check_node(docker: DockerFacts, host: HostFacts, environment: node_checks.No
         *network_checks.check_network(host, environment),
         *link_checks.check_link(host.link),
         *link_checks.check_data_link(host, environment.data_address),
+        *link_checks.describe_data_network(environment.data_interface),
         *node_checks.check_accounts(host, environment),
     ]
 

@@ -22,6 +22,8 @@ _ALL_KEYS = ("name", "address", "docker", "tls", "guest")
 def build_node_table(node: NodeSettings) -> dict[str, Any]:
     """Return the keys that `gpuhub node add` writes for a node."""
     keys: dict[str, Any] = {"name": node.name, "address": node.address, "docker": node.docker}
+    if node.data_interface is not None:
+        keys["data_interface"] = node.data_interface
     if node.guest:
         keys["guest"] = True
     if node.tls is not None:
@@ -45,10 +47,9 @@ def put_node(text: str, node: NodeSettings) -> str:
         if table.get("name") == node.name:
             tail = _cut_tail(table)
             for key in _ALL_KEYS:
-                if key in keys:
-                    table[key] = keys[key]
-                elif key in table:
+                if key in table and key not in keys:
                     del table[key]
+            table.update(keys)
             _add_tail(table, tail)
             return tomlkit.dumps(document)
     new_table = tomlkit.table()

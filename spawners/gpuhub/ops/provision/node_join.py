@@ -47,6 +47,7 @@ class JoinRequest:
     name: str | None = None
     address: str | None = None
     tls: bool = False
+    data_interface: str | None = None
     yes: bool = False
     dry_run: bool = False
 
@@ -266,10 +267,16 @@ def _build_node(request: JoinRequest, paths: Paths, resolved: ResolvedTarget, na
         if not request.tls:
             # The address that ssh uses; the other nodes may use another one.
             url = build_ssh_url(resolved.user, node_access.find_address(resolved.host), resolved.port)
-            return NodeSettings(name=name, address=address, docker=url)
+            return NodeSettings(name=name, address=address, docker=url, data_interface=request.data_interface)
         host = f"[{address}]" if ":" in address else address
         tls = node_access.find_client_files(paths, name)
-        return NodeSettings(name=name, address=address, docker=f"tcp://{host}:{node_access.DOCKER_TLS_PORT}", tls=tls)
+        return NodeSettings(
+            name=name,
+            address=address,
+            docker=f"tcp://{host}:{node_access.DOCKER_TLS_PORT}",
+            tls=tls,
+            data_interface=request.data_interface,
+        )
     except ValidationError as error:
         raise InvalidRequest("\n".join(describe_mistakes(error, NodeSettings))) from None
 

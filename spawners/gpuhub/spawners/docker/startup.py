@@ -24,6 +24,7 @@ from gpuhub.docker.containers.container_lifecycle import translate_mount_errors
 from gpuhub.docker.containers.container_spec import ContainerContext, ContainerSpec, build_notebook_spec
 from gpuhub.docker.containers.firewall_container import ensure_firewall
 from gpuhub.docker.containers.service_access import find_offered_services
+from gpuhub.docker.data_network import join_data_network
 from gpuhub.spawners.base import SPAWN_OPTIONS, is_kept, is_suspendable
 from gpuhub.spawners.readiness import wait_container_ready
 from gpuhub.tls import notebook_certificate
@@ -140,12 +141,33 @@ async def start_notebook(
         # In parallel: connecting the network takes half a second, and starting the server takes longer.
         async with asyncio.TaskGroup() as group:
             group.create_task(
-                networks.connect_container(daemons, node, running.container, network, report_retry=report_retry)
+                _connect_networks(
+                    context,
+                    node,
+                    running.container,
+                    network,
+                    has_data_network="GPUHUB_DATA_SUBNET" in spec.environment,
+                    report_retry=report_retry,
+                )
             )
             group.create_task(
                 wait_container_ready(daemons, node, running.container, running.origin + api_path, tls=tls)
             )
     return running
+
+
+async def _connect_networks(
+    context: SpawnContext,
+    node: str,
+    container: str,
+    network: networks.UserNetwork,
+    *,
+    has_data_network: bool,
+    report_retry: Callable[[], None],
+) -> None:
+    await networks.connect_container(context.daemons, node, container, network, report_retry=report_retry)
+    if has_data_network:
+        await join_data_network(context.daemons, context.cluster, node, container, network)
 
 
 async def _run_container(

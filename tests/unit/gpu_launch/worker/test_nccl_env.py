@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from gpu_launch import environment
-from gpu_launch.worker import nccl_env
+from gpu_launch.worker import agent, nccl_env
 from gpu_launch.worker.nccl_env import ContainerFacts
 from tests.support.nvml.replay import IDLE, Replay, load
 
@@ -119,3 +119,14 @@ def test_nvml_is_not_queried_for_one_gpu_or_gpu_shares(monkeypatch, uuids):
 def test_head_node_address_comes_from_the_container():
     """Where large packets are tried."""
     assert environment.read({"GPUHUB_HEAD_ADDRESS": "10.77.0.1"}).head_address == "10.77.0.1"
+
+
+def test_ranks_use_the_data_network_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address of the rendezvous and interface of NCCL and gloo; everything else stays on the user's network."""
+    monkeypatch.setenv("GPUHUB_NETWORK_SUBNET", "127.0.0.2/32")
+    assert agent.describe_node().address == "127.0.0.2"
+    monkeypatch.setenv("GPUHUB_DATA_SUBNET", "127.0.0.3/32")
+    described = agent.describe_node()
+    assert (described.address, described.rank_environ["NCCL_SOCKET_IFNAME"]) == ("127.0.0.3", "=lo")
+    assert environment.read().subnet == "127.0.0.2/32"
+    assert nccl_env.inspect_container("lo", with_path_mtu=True).mtu is None

@@ -256,3 +256,21 @@ def test_error_without_a_running_instance_has_a_remedy() -> None:
     """The error names the remedy instead of a refused connection."""
     with pytest.raises(SetupError, match="sudo make up"):
         connect_to_broker(Paths("ghnone"))
+
+
+@pytest.mark.parametrize("has_interface", [False, True])
+def test_check_says_what_a_data_network_gives_up(
+    has_interface: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only where the nodes have one; nothing is started."""
+    interface = 'data_interface = "eth1"\n' * has_interface
+    table = '[[nodes]]\nname = "rig{0}"\naddress = "192.168.1.2{0}"\ndocker = "unix:///run/rig{0}.sock"\n'
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        "".join(table.format(number) + interface for number in (1, 2))
+        + '[[profiles]]\nname = "any"\ntitle = "Any"\n[users]\nlogin = "password"\nallowed = ["ada"]\n'
+    )
+    main.cli.main(["check", "--cluster-file", str(file)], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "is valid: 2 nodes" in shown
+    assert ("can read and forge what ranks send" in shown) is has_interface

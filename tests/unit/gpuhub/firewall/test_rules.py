@@ -32,6 +32,13 @@ CASES = {
     "three-nodes": lambda: make_policy(build_cluster()),
     "one-machine": lambda: make_policy(build_single_machine(), "192.168.1.21", "127.0.0.1"),
     "encrypted": lambda: make_policy(build_cluster(network={"encrypt": True})),
+    "data-interface": lambda: build_policy(
+        build_cluster(network={"overlay_pool": "10.201.0.0/22"}),
+        "gpuhub",
+        head="192.168.1.20",
+        callers=(),
+        data_interface="enp1s0f0",
+    ),
     "open": lambda: make_policy(build_single_machine(egress="open"), "192.168.1.21"),
     "none-but-reached": lambda: make_policy(
         build_cluster(network={"egress": "none", "reach": ["192.168.1.50", "10.9.0.0/16", "10.9.1.0/24", "fd12::/48"]}),

@@ -19,14 +19,25 @@ class FakeKernel:
         self.applied = 0
         self.trouble = ""
         self.rejected = 3
+        self.has_data_table = False
 
     def nft(self, arguments: list[str], text: str = "") -> str:
         if self.trouble:
             raise FirewallFailed(f"nft: {self.trouble}")
         if arguments == ["-f", "-"]:
             self.tables["t"] = f"listed {text}"
+            self.has_data_table |= "table netdev t" in text
             self.applied += 1
             return ""
+        if arguments == ["list", "tables"]:
+            return "table inet t\n" + "table netdev t\n" * self.has_data_table
+        if arguments == ["delete", "table", "netdev", "t"]:
+            self.has_data_table = False
+            return ""
+        if arguments[-3:] == ["table", "netdev", "t"]:
+            if not self.has_data_table:
+                raise FirewallFailed("nft: Error: No such file or directory")
+            return "data" if "--stateless" in arguments else "data\ncounter packets 4 bytes 1 drop"
         assert arguments[-5:] == ["--terse", "list", "table", "inet", "t"]
         if "t" not in self.tables:
             raise FirewallFailed("nft: Error: No such file or directory")
@@ -128,6 +139,29 @@ def test_bridges_that_bypass_the_filter_are_a_failure(
     monkeypatch.setattr(script, "check_bridges", lambda: None)
     keeper.check_once()
     assert read_status_lines(capsys) == [("ok", "unchanged")]
+
+
+def test_table_of_an_interface_is_kept_and_removed(kernel: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rules without it, and the removal of all, remove it as well."""
+    keeper = TableKeeper("t", "table netdev t {}")
+    keeper.check_once()
+    assert [json.loads(line)["rejected"] for line in capsys.readouterr().out.splitlines()] == [9]
+    kernel.has_data_table = False
+    keeper.check_once()
+    assert kernel.has_data_table
+    assert read_status_lines(capsys) == [("ok", "applied again: the table was gone")]
+    TableKeeper("t", "table inet t {}").check_once()
+    assert not kernel.has_data_table
+    kernel.has_data_table = True
+    assert script.main(["remove", "t", "away"]) == 0
+    assert not kernel.has_data_table
+
+
+@pytest.mark.process
+def test_missing_interface_is_named() -> None:
+    """The kernel's own message names none."""
+    with pytest.raises(FirewallFailed, match="no network interface enp9s0: correct data_interface"):
+        script.apply_rules('hook egress device "enp9s0" priority filter')
 
 
 def test_removal_exits_with_its_status(kernel: FakeKernel, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,14 @@ def check_data_link(host: HostFacts, address: str) -> Iterator[Finding]:
         yield from check_link(host.data_link)
 
 
+def describe_data_network(interface: str) -> Iterator[Finding]:
+    """Say what the administrator has chosen; whether the interface exists is the packet filter's finding."""
+    if interface:
+        yield ok(
+            "data network", f"ranks use {interface} itself; other machines there can read and forge what ranks send"
+        )
+
+
 def check_link(link: LinkFacts | None) -> Iterator[Finding]:
     """Check the port with the node's address; an interface without a speed gives no finding."""
     if link is None:

@@ -41,6 +41,8 @@ class NodeEnvironment:
     address: str = ""
     #: The node's address for the traffic of ranks; empty where it has none of its own.
     data_address: str = ""
+    #: Its interface that ranks use themselves; empty where they use overlays alone.
+    data_interface: str = ""
     #: The head node's address, and its ports that containers need: name → number.
     head: str
     head_ports: Mapping[str, int] = field(default_factory=dict)

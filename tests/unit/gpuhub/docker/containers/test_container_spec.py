@@ -307,6 +307,17 @@ def test_fabric_devices_come_with_gpus_and_locked_memory(cluster: ClusterSetting
         assert "memlock" not in {limit["Name"] for limit in other.host_config["ulimits"]}
 
 
+def test_ranks_learn_of_the_data_network(cluster: ClusterSettings) -> None:
+    """Workers, and notebooks that have a GPU for ranks, on nodes that have it; the containers' own network stays."""
+    nodes = tuple(node.model_copy(update={"data_interface": "eth1"}) for node in cluster.nodes)
+    with_data = cluster.model_copy(update={"nodes": nodes})
+    assert worker(with_data).environment["GPUHUB_DATA_SUBNET"] == "10.202.0.0/16"
+    assert worker(with_data).host_config == worker(cluster).host_config
+    assert "GPUHUB_DATA_SUBNET" not in worker(cluster).environment
+    assert "GPUHUB_DATA_SUBNET" in notebook(with_data, "GPU-aaa").environment
+    assert "GPUHUB_DATA_SUBNET" not in notebook(with_data).environment
+
+
 def test_a_courier_has_the_memory_to_render_a_notebook(cluster: ClusterSettings) -> None:
     """And some for the commands beside it, so that these are not ended for a large notebook."""
     assert courier(cluster).host_config["mem_limit"] - MAX_MEMORY >= 100 * 1024**2

@@ -328,6 +328,13 @@ def test_node_is_added_after_the_others_and_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_interface_of_a_new_node_is_written_and_kept() -> None:
+    """A repair without the option changes nothing of it."""
+    after = cluster_file.put_node(EXAMPLE.read_text(), RIG4.model_copy(update={"data_interface": "eth1"}))
+    assert settings.tomllib.loads(after)["nodes"][3]["data_interface"] == "eth1"
+    assert cluster_file.put_node(after, RIG4) == after
+
+
 @pytest.mark.parametrize(
     "text", ['[[nodes]]\nname = "a"\n[users]\nallowed = ["x"]\n', '[users]\nx = 1\n[[nodes]]\nname = "a"']
 )

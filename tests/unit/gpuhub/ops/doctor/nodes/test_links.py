@@ -14,7 +14,7 @@ from gpuhub.common.errors import GpuhubError
 from gpuhub.ops.doctor.findings import Severity
 from gpuhub.ops.doctor.node_facts import LinkFacts, build_script_arguments, parse_probe
 from gpuhub.ops.doctor.nodes import link_modes
-from gpuhub.ops.doctor.nodes.link_checks import check_data_link, check_link
+from gpuhub.ops.doctor.nodes.link_checks import check_data_link, check_link, describe_data_network
 from tests.support.machine_probe import probe_this_machine
 
 #: What Linux 6.18 answered for a virtio port without a speed, and for one end of a veth pair: four words a mask, no mode.
@@ -154,3 +154,11 @@ def test_port_of_the_data_address_is_checked_too() -> None:
     assert finding.value == "no network port of the machine has 10.10.0.21"
     assert list(check_data_link(replace(host, data_link=host.link), "10.10.0.21")) == []
     assert list(check_data_link(host, "")) == []
+
+
+def test_data_network_is_named_with_what_it_gives_up() -> None:
+    """Only where the node has one."""
+    assert list(describe_data_network("")) == []
+    [finding] = describe_data_network("eth1")
+    assert "eth1" in finding.value
+    assert "forge" in finding.value
