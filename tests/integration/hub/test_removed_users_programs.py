@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,15 @@ from tests.support.product import wait_for
 
 #: What docs/rights.md promises, seconds.
 LIMIT_S = 60.0
+#: A public key whose owner nobody is: sshd waits for the login for two minutes.
+KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'x' * 43}"
+
+
+@pytest.fixture
+def sshd_folder() -> None:
+    """Make the folder that root's sshd needs, as its service does; couriers of simulated nodes run as the tests do."""
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
 
 
 @pytest.fixture
@@ -71,6 +81,13 @@ def open_websocket(hub: SimulatedHub, stack: ExitStack, owner: str, path: str, *
     return opened
 
 
+def open_ssh(hub: SimulatedHub, stack: ExitStack, owner: str, job: str) -> Callable[[], Any]:
+    """Connect with sshd in a job, and return how its next bytes are read."""
+    opened = open_websocket(hub, stack, owner, f"/api/v1/jobs/{job}/ssh", key=KEY)
+    assert b'"host_key": "ssh-ed25519 ' in opened.recv()
+    return opened.recv
+
+
 def open_stream(stack: ExitStack, client: httpx.Client, url: str) -> Callable[[], Any]:
     """Open a response without an end, and return how its next part is read."""
     response = stack.enter_context(client.stream("GET", url, timeout=2 * LIMIT_S))
@@ -79,8 +96,10 @@ def open_stream(stack: ExitStack, client: httpx.Client, url: str) -> Callable[[]
     return lambda: next(parts)
 
 
-def test_all_that_a_removed_user_has_ends_within_a_minute(hub: SimulatedHub, stack: ExitStack) -> None:
-    """A notebook, a running and a waiting job, a terminal, a log, pages and another user's server; ada keeps hers."""
+def test_all_that_a_removed_user_has_ends_within_a_minute(
+    hub: SimulatedHub, stack: ExitStack, sshd_folder: None
+) -> None:
+    """A notebook, a running and a waiting job, a terminal, SSH, a log, pages and another user's server; ada keeps hers."""
     server = stack.enter_context(served_port())
     work = {"models": ["RTX 5090"]}
     hub.request_notebook("ben", "any")
@@ -100,6 +119,7 @@ def test_all_that_a_removed_user_has_ends_within_a_minute(hub: SimulatedHub, sta
         (folder / "output.log").write_text("begun\n")
         opened = {
             "terminal": open_websocket(hub, stack, owner, f"/api/v1/jobs/{job}/shell", command="sleep 1000").recv,
+            "ssh": open_ssh(hub, stack, owner, job),
             "port": open_websocket(hub, stack, owner, f"/ports/{jobs['ada']}/socket").recv,
             "log": open_stream(stack, program, logs),
             "page": open_stream(stack, browsers[owner], "/hub/gpuhub/stream"),
@@ -119,6 +139,9 @@ def test_all_that_a_removed_user_has_ends_within_a_minute(hub: SimulatedHub, sta
     wait_for(lambda: find_owners(hub) == {"ada"}, "ben's leases end", LIMIT_S - (time.monotonic() - began))
     assert {hub.send("GET", f"/jobs/{job}", "root1")["state"] for job in (jobs["ben"], waiting)} == {"ended"}
     assert hub.running.send("GET", "/api/v1/leases", hub.token("ben")).status_code == 401
+    with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+        open_websocket(hub, stack, "ben", f"/api/v1/jobs/{jobs['ben']}/ssh", key=KEY)
+    assert refused.value.status_code == 401
     assert browsers["ben"].get("/hub/api/user").status_code == 403
     assert browsers["ben"].get("/hub/gpuhub/cluster").status_code == 403
     # An idle courier, which has no network, stays a minute longer.
