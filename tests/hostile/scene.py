@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import psutil
+import tomlkit
 
 from gpuhub.common import names
 from gpuhub.ops.deploy.programs import BROKER, HUB, PROXY
@@ -28,6 +29,8 @@ from tests.support.product import wait_for
 PROBES = Path(__file__).with_name("probes")
 #: The victim's server, and the attacker's.
 SERVER = "main"
+#: The node of the victim's job is for this group alone, of which she is the only member, and so is this service.
+GROUP, GROUPS_NODE, GROUPS_SERVICE = "vision", "rig2", "labels"
 #: Hub, broker and the victim's notebook answer within this while somebody attacks, seconds. Alone they need some
 #: hundredths; the tests' machine has two cores, which attacker, nodes and head node share.
 ANSWER_S = 5.0
@@ -69,7 +72,9 @@ class Scene:
         return self.clients["ben"]
 
     def begin(self) -> None:
-        """Start the victim's notebook and job, and the attacker's notebook."""
+        """Restrict a node, start the victim's notebook and job, and the attacker's notebook."""
+        file = self.product.paths.closet_cluster_file
+        self.product.restart(restrict(file.read_text(encoding="utf-8")))
         for name in ("ada", "ben"):
             self.clients[name] = log_in(self.product.address, name, self.product.password)
         for name, client in self.clients.items():
@@ -195,3 +200,25 @@ class Scene:
         assert max(slowest.values()) < ANSWER_S, slowest
         grown = {name: used - before[name] for name, used in self.head_memory().items()}
         assert max(grown.values()) < GROWTH, grown
+
+
+def restrict(cluster_file: str) -> str:
+    """Return the closet's settings with a node, its profile and a service for the group alone."""
+    settings = tomlkit.parse(cluster_file).unwrap()
+    (node,) = (node for node in settings["nodes"] if node["name"] == GROUPS_NODE)
+    models = {gpu["model"] for gpu in node["gpus"]}
+    for table in (node, *(profile for profile in settings["profiles"] if profile.get("gpu_model") in models)):
+        table["groups"] = [GROUP]
+    settings["groups"] = [{"name": GROUP, "members": ["ada"]}]
+    serve = ["python3", "-m", "http.server", "--bind", "127.0.0.1", "--directory", "/tmp", "8000"]
+    settings["services"] = [
+        {
+            "name": GROUPS_SERVICE,
+            "image": names.DEFAULT_IMAGE,
+            "command": serve,
+            "port": 8000,
+            "groups": [GROUP],
+            "variables": ["LABELS_URL={url}"],
+        }
+    ]
+    return tomlkit.dumps(settings)
