@@ -144,6 +144,11 @@ def cancel(job: JobRow, reason: str, now: float) -> JobRow:
     return stop(job, reason, now).evolve(has_failed=False, sleeps=False)
 
 
+def fail(job: JobRow, reason: str, now: float) -> JobRow:
+    """Stop a job under way that failed, so that it may be tried again."""
+    return stop(job, reason, now).evolve(has_failed=True) if job.state in UNDER_WAY else job
+
+
 def stop(job: JobRow, reason: str, now: float) -> JobRow:
     """Stop a job, so that its workers are removed; the first reason is kept."""
     if job.state in {JobState.STOPPING, JobState.ENDED}:

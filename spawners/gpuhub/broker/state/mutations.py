@@ -217,6 +217,9 @@ def release_removed_nodes(known: Collection[str]) -> Edit:
 
 def _release_removed_node(transaction: Transaction, lease_id: str, node: str) -> None:
     reason = f"node {node} is no longer in cluster.toml"
+    job_id = transaction.index.find_one("job of lease", lease_id)
+    if job_id is not None:
+        transaction.put_job(job_states.fail(transaction.jobs[job_id], reason, transaction.now))
     lease = transaction.put_lease(lease_states.release(transaction.leases[lease_id], reason, transaction.now))
     if node in lease_states.unproven_nodes(lease):
         transaction.put_lease(lease_states.prove_released(lease, node, transaction.now))

@@ -76,6 +76,21 @@ async def test_leases_of_a_node_removed_from_the_settings_end(setting: Setting) 
         assert container not in setting.nodes["rig1"].containers
 
 
+async def test_jobs_of_a_node_removed_from_the_settings_may_start_again(setting: Setting) -> None:
+    """With `--retry` a job waits for another node, as after a failure; without it, it ends with the reason."""
+    async with asgi_broker(setting) as running:
+        for run_id, models, retries in (("run-000001", ["RTX 5090"], 0), ("run-000002", ["RTX 5070", "RTX 5060"], 1)):
+            body = {"run_id": run_id, "detached": True, "models": models, "max_retries": retries}
+            job = await post(running, "ada", "/jobs", body, 201)
+            await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
+    setting.cluster = build_cluster({"rig3": CLOSET["rig3"]})
+    async with asgi_broker(setting) as running:
+        ended, again = sorted(await read(running, "ada", "/jobs", ended=True), key=lambda view: view["run_id"])
+        assert (ended["state"], ended["reason"]) == ("ended", "node rig1 is no longer in cluster.toml")
+        view = await wait_for_state(running, f"/jobs/{again['id']}", "running", "ada")
+        assert (view["retries"], view["lease"]["nodes"]) == (1, ["rig3"])
+
+
 async def test_versions_increase_across_a_restart(setting: Setting) -> None:
     """Who long-polls with a version from before gets an answer at once."""
     async with asgi_broker(setting) as running:
