@@ -8,19 +8,45 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gpuhub.common.paths import Paths
+from gpuhub.config import settings
+from gpuhub.docker.client import CallKind, DockerClients
+from gpuhub.ops.guests.invitation import InviteRequest, invite
 from tests.support.closet.ssh_machines import wait
+from tests.support.docker.simulated_nodes import SimulatedDaemons
+from tests.support.docker.tiny_image import build_root_filesystem
 from tests.support.product import ROOT
 
 HEAD, PORT = "198.51.100.1", 51830
 #: The router's line: PPPoE's packets, and 40 Mbit/s up.
 LINE_MTU, UPLINK = 1492, "40mbit"
 _ROUTER, _FRIEND = "ghgrouter", "ghgfriend"
+SETTINGS = f"""\
+[[nodes]]
+name = "rig1"
+address = "127.0.0.1"
+docker = "unix:///run/nowhere/docker.sock"
+
+[[profiles]]
+name = "one"
+title = "One"
+
+[users]
+login = "password"
+allowed = ["ada"]
+uid_first = 5000
+
+[guests]
+endpoint = "{HEAD}:{PORT}"
+port = {PORT}
+"""
 _NAT = """
 table ip nat {
 	chain out { type nat hook postrouting priority srcnat; oifname "out" masquerade; }
@@ -40,7 +66,8 @@ for file in alternatives group gshadow ld.so.cache ld.so.conf ld.so.conf.d login
 done
 printf '#!/bin/sh\\nexec "$@"\\n' >"$1/sbin/sudo"
 printf '#!/bin/sh\\necho "GPU 0: NVIDIA GeForce RTX 5090 (UUID: GPU-0)"\\n' >"$1/sbin/nvidia-smi"
-chmod 755 "$1/sbin/sudo" "$1/sbin/nvidia-smi"
+printf '#!/bin/sh\\n' >"$1/sbin/nvidia-container-runtime-hook"
+chmod 755 "$1/sbin/"*
 grep -q '^docker:' "$1/etc/group" || echo 'docker:x:990:' >>"$1/etc/group"
 mount --bind "$1/etc" /etc
 mount --bind "$1/sbin" /usr/local/sbin
@@ -69,6 +96,14 @@ class FriendsMachine:
         )
         assert not check or not done.returncode, done.stdout + done.stderr
         return done
+
+    def import_image(self, *names: str) -> None:
+        """Give its Docker a small image with Python under these names."""
+        (self.folder / "etc/tiny.tar").write_bytes(build_root_filesystem())
+        # Docker gives folders that a tar lacks a mode of its own.
+        unpack = "rm -rf /etc/tiny; mkdir /etc/tiny; tar -C /etc/tiny -xf /etc/tiny.tar"
+        tags = "".join(f"; docker tag {names[0]} {name}" for name in names[1:])
+        self.run("sh", "-euc", f"{unpack}; tar -C /etc/tiny -c . | docker import - {names[0]}{tags}")
 
     def python(self, code: str) -> str:
         """Run a Python program as the machine's root and return what it prints."""
@@ -108,6 +143,16 @@ def internet() -> Iterator[None]:
         yield
     finally:
         _remove()
+
+
+@contextmanager
+def lost_line() -> Iterator[None]:
+    """Take the router's line away for the duration of the block."""
+    run("ip", "-netns", _ROUTER, "link", "set", "out", "down")
+    try:
+        yield
+    finally:
+        run("ip", "-netns", _ROUTER, "link", "set", "out", "up")
 
 
 def _remove() -> None:
@@ -172,3 +217,62 @@ def instance_folders(name: str) -> Iterator[Paths]:
 def split_command(text: str) -> Sequence[str]:
     """Return the words of an invitation's command as a shell reads them."""
     return shlex.split(text)
+
+
+class Lines:
+    """A console that keeps what is written."""
+
+    width = None
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str = "") -> None:
+        self.text += f"{text}\n"
+
+    def write_leases(self, *_: object) -> None:
+        raise AssertionError
+
+    def confirm(self, question: str) -> None:
+        raise AssertionError(question)
+
+
+@dataclass(frozen=True)
+class Head:
+    paths: Paths
+    cluster_file: Path
+
+    def invite(self, name: str = "mia", now: float | None = None) -> str:
+        return invite(InviteRequest(name=name, cluster_file=self.cluster_file), self.paths, Lines(), now=now)
+
+    def peers(self) -> list[str]:
+        return run("wg", "show", f"{self.paths.instance}-guests", "peers").split()
+
+    @contextmanager
+    def docker(self) -> Iterator[DockerClients]:
+        nodes = settings.load(self.cluster_file).nodes
+        daemons = DockerClients(nodes, instance=self.paths.instance, run_dir=self.paths.run)
+        with closing(daemons):
+            yield daemons
+
+
+@contextmanager
+def head_node(instance: str, folder: Path) -> Iterator[Head]:
+    """Start the service for guests of an instance, and the internet."""
+    file = folder / "cluster.toml"
+    file.write_text(SETTINGS)
+    try:
+        with instance_folders(instance) as paths, internet(), guest_service(paths, file, file.with_name("log")):
+            wait(lambda: Path(f"/sys/class/net/{instance}-guests").exists(), "the interface")
+            yield Head(paths, file)
+    finally:
+        # The table outlives the service, and drops packets of another instance's guests, which have the same addresses.
+        run("nft", "delete", "table", "inet", f"gpuhub_{instance}_guests", check=False)
+
+
+class MixedDaemons(SimulatedDaemons):
+    """The closet's own node is simulated, with real couriers; the guest's Docker is real."""
+
+    async def run(self, node: str, work: Callable[[Any], Any], *, kind: CallKind = CallKind.SHORT) -> Any:
+        run_on = super().run if node in self.simulated else partial(DockerClients.run, self)
+        return await run_on(node, work, kind=kind)

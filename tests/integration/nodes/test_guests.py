@@ -7,113 +7,49 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from gpuhub.broker.files.couriers import CourierPool
 from gpuhub.broker.files.guest_files import GuestFiles
 from gpuhub.common.errors import GpuhubError, NodeUnreachable
-from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings, StorageSettings
-from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.containers import container_spec
 from gpuhub.docker.containers.user_containers import WorkerSpec, start_worker
 from gpuhub.docker.ssh import ssh_files
 from gpuhub.domain.clock import Clock
 from gpuhub.domain.models import JobRow, LedgerSnapshot, WorkerRow
 from gpuhub.nodes.status import NodeStatus
-from gpuhub.ops.guests.invitation import InviteRequest, invite, remove_guest
+from gpuhub.ops.guests.invitation import remove_guest
 from gpuhub.ops.guests.registry import GuestRegistry
 from tests.support.broker.in_process import Couriers
 from tests.support.closet.ssh_machines import wait
-from tests.support.docker.simulated_nodes import SimulatedDaemons, simulated_nodes
-from tests.support.docker.tiny_image import build_root_filesystem
+from tests.support.docker.simulated_nodes import simulated_nodes
 from tests.support.guests import (
-    HEAD,
-    PORT,
     FriendsMachine,
+    Head,
+    Lines,
+    MixedDaemons,
     friends_machine,
-    guest_service,
-    instance_folders,
-    internet,
+    head_node,
     run,
     split_command,
 )
 
-SETTINGS = f"""\
-[[nodes]]
-name = "rig1"
-address = "127.0.0.1"
-docker = "unix:///run/nowhere/docker.sock"
-
-[[profiles]]
-name = "one"
-title = "One"
-
-[users]
-login = "password"
-allowed = ["ada"]
-uid_first = 5000
-
-[guests]
-endpoint = "{HEAD}:{PORT}"
-port = {PORT}
-"""
 TUNNEL = "10.213.77.1"
-
-
-class Lines:
-    """A console that keeps what is written."""
-
-    width = None
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, text: str = "") -> None:
-        self.text += f"{text}\n"
-
-    def write_leases(self, *_: object) -> None:
-        raise AssertionError
-
-    def confirm(self, question: str) -> None:
-        raise AssertionError(question)
-
-
-@dataclass(frozen=True)
-class Head:
-    paths: Paths
-    cluster_file: Path
-
-    def invite(self, name: str = "mia", now: float | None = None) -> str:
-        return invite(InviteRequest(name=name, cluster_file=self.cluster_file), self.paths, Lines(), now=now)
-
-    def peers(self) -> list[str]:
-        return run("wg", "show", f"{self.paths.instance}-guests", "peers").split()
-
-    @contextmanager
-    def docker(self) -> Iterator[DockerClients]:
-        nodes = settings.load(self.cluster_file).nodes
-        daemons = DockerClients(nodes, instance=self.paths.instance, run_dir=self.paths.run)
-        with closing(daemons):
-            yield daemons
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    file = tmp_path_factory.mktemp("head") / "cluster.toml"
-    file.write_text(SETTINGS)
-    with instance_folders("ghguest") as paths, internet(), guest_service(paths, file, file.with_name("log")):
-        wait(lambda: Path("/sys/class/net/ghguest-guests").exists(), "the interface")
-        yield Head(paths, file)
+    with head_node("ghguest", tmp_path_factory.mktemp("head")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -278,14 +214,6 @@ class Core:
         self.events.append(text)
 
 
-class MixedDaemons(SimulatedDaemons):
-    """The closet's own node is simulated, with real couriers; the guest's Docker is real."""
-
-    async def run(self, node: str, work: Callable[[Any], Any], *, kind: CallKind = CallKind.SHORT) -> Any:
-        run_on = super().run if node in self.simulated else partial(DockerClients.run, self)
-        return await run_on(node, work, kind=kind)
-
-
 WORK = """
 import os, pathlib
 home = pathlib.Path.home()
@@ -301,10 +229,7 @@ async def test_a_worker_has_the_jobs_folder_alone_and_its_results_come_back(
     head: Head, friend: FriendsMachine, joined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Over the tunnel and the shaped line, with the guest's real Docker: an own volume as home, removed afterwards."""
-    (friend.folder / "etc/tiny.tar").write_bytes(build_root_filesystem())
-    # Docker gives folders that a tar lacks a mode of its own.
-    again = "mkdir /etc/tiny; tar -C /etc/tiny -xf /etc/tiny.tar; tar -C /etc/tiny -c . | docker import - tiny:latest"
-    friend.run("sh", "-euc", again)
+    friend.import_image("tiny:latest")
     monkeypatch.setattr(container_spec, "WORKER_COMMAND", ("python3", "-c", WORK))
     cluster = settings.load(head.cluster_file)
     storage = StorageSettings(home=f"{tmp_path}/{{username}}", home_create=None)
