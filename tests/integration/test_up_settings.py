@@ -166,17 +166,23 @@ def test_a_profile_that_no_node_has_is_refused(closet: Any, tmp_path: Path, clea
 
 
 def test_kernel_that_cannot_encrypt_stops_up(closet: Any, tmp_path: Path, cleared: None):
-    """The kernel itself is asked on each node; one that has ESP starts the hub, with encrypted networks."""
+    """The kernel itself is asked on each node, also by the doctor; with ESP the hub starts, with encrypted networks."""
     refusal = ask_kernel()
-    done = gpuhub("up", write(closet, tmp_path, further="[network]\nencrypt = true"))
+    file = write(closet, tmp_path, further="[network]\nencrypt = true")
+    done = gpuhub("up", file)
+    failures = find_failures(file)
+    cannot = "its kernel cannot encrypt: "
+    reasons = [value for node in closet.plan.nodes for value in failures[node.name] if value.startswith(cannot)]
     if refusal is None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Every node's kernel can encrypt users' networks" in done.stdout
+        assert reasons == []
     else:
         assert done.returncode == 1
         assert "network.encrypt = true, and not every node can do that" in done.stderr
         for node in closet.plan.nodes:
-            assert f"  {node.name}: its kernel cannot encrypt: {refusal}" in done.stderr
+            assert f"  {node.name}: {cannot}{refusal}" in done.stderr
+        assert [value.startswith(f"{cannot}{refusal}") for value in reasons] == [True] * len(closet.plan.nodes)
         assert Supervisor(Paths(INSTANCE)).pid("hub") == Supervisor(Paths(INSTANCE)).pid("broker") == 0
 
 

@@ -13,21 +13,24 @@ from gpuhub.common.errors import NodeUnreachable, SetupError
 from gpuhub.docker import esp_probe, esp_script
 from gpuhub.docker.client import DockerClients
 
-#: Linux 6.18 without CRYPTO_GCM: what the script prints there.
+#: Linux 6.18 without CRYPTO_GCM and INET_ESP: what the script prints there.
 NO_GCM = "Requested AEAD algorithm not found (Function not implemented)"
+#: Its answers to this request, to one for an algorithm that it has, which then lacks ESP, and to one that it accepts.
+GCM_ANSWER = bytes.fromhex(
+    "4c0000000200000301000000b15f0000daffffff5001000010000506010000000000000027000100"
+    + b"Requested AEAD algorithm not found".hex() + "0000"
+)  # fmt: skip
+ESP_ANSWER = bytes.fromhex(
+    "44000000020000030100000014620000a3ffffff48010000100005060100000000000000" "1d000100"
+    + b"Requested type not found".hex() + "00000000"
+)  # fmt: skip
+ACCEPTED = bytes.fromhex("240000000200000101000000bf65000000000000140000001c0005000100000000000000")
 #: `ip xfrm state add` of iproute2 6.1 for the same association, behind the header of the message.
 IPROUTE = bytes.fromhex(
     "00" * 56 + "c0000202" + "00" * 12 + "00000100" + "32000000" + "c0000201" + "00" * 12 + "ff" * 32 + "00" * 80
     + "01000000" + "02000000" + "00" * 8 + "60001200" + b"rfc4106(gcm(aes))".hex() + "00" * 47
     + "a0000000" + "40000000" + bytes(range(20)).hex()
 )  # fmt: skip
-
-
-def acknowledge(number: int, text: str = "") -> bytes:
-    """Build an answer in the kernel's form."""
-    words = text.encode() + bytes(1)
-    attribute = struct.pack("=HH", 4 + len(words), 1) + words + bytes(-len(words) % 4) if text else b""
-    return struct.pack("=IHHIIi", 36 + len(attribute), 2, 0, 1, 0, number) + bytes(16) + attribute
 
 
 def test_request_is_the_one_of_iproute2() -> None:
@@ -39,13 +42,13 @@ def test_request_is_the_one_of_iproute2() -> None:
 @pytest.mark.parametrize(
     ("answer", "line", "error"),
     [
-        (acknowledge(0), "ok", None),
+        (ACCEPTED, "ok", None),
+        (GCM_ANSWER, f"error: {NO_GCM}", f"its kernel cannot encrypt: {NO_GCM}"),
         (
-            acknowledge(-38, "Requested AEAD algorithm not found"),
-            f"error: {NO_GCM}",
-            f"its kernel cannot encrypt: {NO_GCM}",
+            ESP_ANSWER,
+            "error: Requested type not found (Protocol not supported)",
+            "its kernel cannot encrypt: Requested type not found (Protocol not supported)",
         ),
-        (acknowledge(-93), "error: Protocol not supported", "its kernel cannot encrypt: Protocol not supported"),
     ],
 )
 def test_kernels_answer_is_read(answer: bytes, line: str, error: str | None) -> None:

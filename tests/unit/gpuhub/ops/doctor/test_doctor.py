@@ -152,7 +152,7 @@ def test_each_problem_of_a_machine(host: dict[str, object], check: str, level: S
     assert levels(check_node(GOOD_DOCKER, replace(GOOD_HOST, **host), AROUND)) == {check: level}  # type: ignore[arg-type]
 
 
-def test_kernel_without_esp_fails_where_overlays_are_encrypted() -> None:
+def test_kernel_without_gcm_fails_where_overlays_are_encrypted() -> None:
     answer = "its kernel cannot encrypt: Requested AEAD algorithm not found (Function not implemented)"
     encrypting = replace(AROUND, is_encrypted=True, encryption_error=answer)
     findings = check_node(GOOD_DOCKER, GOOD_HOST, encrypting)
