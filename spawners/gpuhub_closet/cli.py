@@ -56,17 +56,15 @@ def run_slurm_daemon(instance: str, cluster_file: str | None, daemon: str) -> No
 
 @cli.command("power")
 @_instance_option
-@click.argument("action", type=click.Choice(["on", "off"]))
+@click.argument("action", type=click.Choice(["on", "off", "cut"]))
 @click.argument("node", metavar="NODE")
 def switch_power(instance: str, action: str, node: str) -> None:
-    """Start a practice closet's NODE, or stop it as a machine that is powered off."""
+    """Start a practice closet's NODE, shut it down, or cut its power: then all of its processes end at once."""
     supervisor = Supervisor(Paths(instance))
     if not supervisor.is_running() or node not in supervisor.states():
         raise SetupError(f"{node!r} is not a node of a practice closet that runs")
-    if action == "on":
-        supervisor.ensure_started(node)
-    else:
-        supervisor.stop(node)
+    switch = {"on": supervisor.ensure_started, "off": supervisor.stop, "cut": supervisor.kill}
+    switch[action](node)
 
 
 def main() -> None:

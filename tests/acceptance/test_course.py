@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.hub.browser import Product
-from tests.support.hub.kernel_client import open_kernel
+from tests.support.hub.kernel_client import Kernel, open_kernel
 from tests.support.hub.users import Client, log_in
 from tests.support.product import ROOT, wait_for
 
@@ -19,6 +22,8 @@ SERVER = "course"
 FOLDER = "gpuhub-examples/learn"
 #: This lesson asks for a lease of another user.
 BROKER_LESSON = "02-from-click-to-lab.ipynb"
+#: A command that a lesson asks the learner to type in a terminal of the closet's machine.
+POWER = re.compile(r"in a terminal: sudo \.venv/bin/gpuhub-closet power (cut|on) (\w+)")
 LESSONS = sorted(path.name for path in (ROOT / "notebooks" / "learn").glob("*.ipynb") if path.name != BROKER_LESSON)
 
 
@@ -72,13 +77,25 @@ def run_lesson(product: Product, user: Client, lesson: str) -> str:
     outputs = []
     with open_kernel(product.address.removeprefix("http://"), user, SERVER, notebook=path) as kernel:
         for cell in read_cells(product, user, path):
-            outputs.append(kernel.run(cell))
+            outputs.append(run_cell(product, kernel, cell))
             print(outputs[-1])  # pytest shows it where a test fails
             assert not kernel.has_failed, f"{lesson}:\n{cell}"
     proofs = [line for line in outputs[-1].splitlines() if line.startswith(f"Lesson {int(lesson[:2])}: ")]
     assert len(proofs) == 1, outputs[-1]
     wait_for(lambda: count_held_gpus(user) == 1, f"the launches of {lesson} have released their GPUs")
     return "".join(outputs)
+
+
+def run_cell(product: Product, kernel: Kernel, cell: str) -> str:
+    """Run a cell and return its output; what it asks for is done in a terminal."""
+    output, done = "", set[tuple[str, ...]]()
+    for text in kernel.messages(kernel.begin(cell)):
+        output += text
+        for words in set(POWER.findall(output)) - done:
+            done.add(words)
+            program = Path(sys.executable).with_name("gpuhub-closet")
+            subprocess.run([program, "power", "--instance", product.paths.instance, *words], check=True, timeout=120)
+    return output
 
 
 def read_cells(product: Product, user: Client, path: str) -> list[str]:

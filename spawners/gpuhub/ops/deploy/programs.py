@@ -204,6 +204,13 @@ class Supervisor:
         with contextlib.suppress(xmlrpc.client.Fault):  # NOT_RUNNING is what we want
             self._call("supervisor.stopProcess", name, True)
 
+    def kill(self, name: str) -> None:
+        """Kill a program, which supervisord does not start again."""
+        with contextlib.suppress(xmlrpc.client.Fault):  # NOT_RUNNING is what we want
+            # A program that is killed while it is being stopped stays stopped.
+            self._call("supervisor.stopProcess", name, False)
+            self._call("supervisor.signalProcess", name, str(int(signal.SIGKILL)))
+
     def state(self, name: str) -> str:
         """Return supervisord's name of the program's state."""
         return str(self._call("supervisor.getProcessInfo", name)["statename"])
