@@ -189,7 +189,9 @@ def build_app(hub: FakeHub) -> FastAPI:
         if path.startswith(BASE) and hub.outage is not None:
             return Response("<h1>Service Unavailable</h1>", hub.outage)
         if request.headers.get("authorization") != f"token {TOKEN}":
-            return _problem(401 if path.startswith(BASE) else 403, "the hub does not know this token")
+            if path.startswith(BASE):
+                return _problem(401, "the hub does not know this token")
+            return JSONResponse({"status": 403, "message": "Missing or invalid credentials."}, 403)
         return await call_next(request)
 
     @app.get("/hub/api/user")

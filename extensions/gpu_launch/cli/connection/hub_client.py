@@ -15,6 +15,8 @@ from gpu_launch.errors import BrokerError, UsageError
 #: Answers of the hub to a start: the server runs, or its start continues.
 _STARTED = frozenset({http.client.CREATED, http.client.ACCEPTED})
 _STOPPED = frozenset({http.client.ACCEPTED, http.client.NO_CONTENT})
+#: JupyterHub's text with status 403 for a token that it does not know, such as an expired one.
+_UNKNOWN_TOKEN = "Missing or invalid credentials."  # noqa: S105 - no password
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,8 @@ class HubClient:
         )
 
     def _build_error(self, status: int, body: Any) -> BrokerError:
-        if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN) and not _find_message(body):
+        is_refused = status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN)
+        if is_refused and _find_message(body) in ("", _UNKNOWN_TOKEN):
             return BrokerError(f"{self._hub.url} refuses this token", status=http.client.UNAUTHORIZED)
         return BrokerError(_find_message(body) or f"The hub answered with HTTP status {status}.", status=status)
 

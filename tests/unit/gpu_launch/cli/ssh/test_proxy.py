@@ -11,7 +11,7 @@ from gpu_launch.cli import main
 from gpu_launch.cli.context import Context
 from gpu_launch.cli.ssh.files import SshFiles
 from gpu_launch.cli.ssh.proxy import find_target
-from gpu_launch.errors import UsageError
+from gpu_launch.errors import BrokerError, UsageError
 from tests.support.hub.fake_hub import FakeHub
 from tests.support.hub.laptop import logged_in
 
@@ -96,3 +96,11 @@ def test_other_hosts_are_refused(hub: FakeHub, capsys: pytest.CaptureFixture[str
     """Settings that were changed by hand."""
     assert main.run_command(["ssh-proxy", "--prefix", "gpuhub", "elsewhere"]) == 1
     assert "elsewhere is not a host of ssh-config: such are gpuhub and gpuhub-NAME." in capsys.readouterr().err
+
+
+def test_unknown_token_is_refused(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub, which is asked first, has another status for it than the broker, with which the way to a new one is shown."""
+    monkeypatch.setenv("GPUHUB_TOKEN", "the-token-of-ben")
+    with pytest.raises(BrokerError, match="refuses this token") as error:
+        find_target(Context(), SshFiles.locate("gpuhub"), "gpuhub", KEY)
+    assert error.value.status == 401
