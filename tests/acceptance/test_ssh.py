@@ -7,7 +7,10 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -24,6 +27,8 @@ SERVER = """exec python -c 'import socket
 with socket.create_server(("127.0.0.1", 9123)) as listening:
     print("listening", flush=True)
     listening.accept()[0].sendall(b"served in the container")'"""
+#: What docs/rights.md promises to end what a removed user has, seconds.
+LEAVE_S = 60.0
 COUNT = "import os, time\nwhile not os.path.exists('enough'):\n    time.sleep(0.2)\n"
 
 
@@ -166,6 +171,50 @@ def test_revoked_token_loses_its_connection(laptop: Laptop, notebook: Path, prod
         assert client.stdout.readline() == b"on\n"
         assert ada.ask(ada.hub, "DELETE", f"/users/ada/tokens/{made['id']}")[0] == 204
         assert client.wait(120) == 255
+
+
+def test_removed_user_loses_all_connections(product: Product, laptop: Laptop, ada: Client, tmp_path: Path) -> None:
+    """Ben is taken out of cluster.toml: within a minute he is out of his notebook and his job, and gets in no more."""
+    own = replace(laptop, home=tmp_path / "home", work=tmp_path / "work")
+    for folder in (own.home / ".ssh", own.work):
+        folder.mkdir(parents=True)
+    before = product.paths.closet_cluster_file.read_text(encoding="utf-8")
+    with closing(log_in(product.address, "ben", product.password)) as ben:
+        own.run("login", product.address, "--token-file", "-", stdin=ben.token)
+    own.run("ssh-config")
+    own.run("instance", "start", "--profile", "cpu", "--name", "main")
+    own.write("count.py", COUNT)
+    own.run("run", "--detach", "--name", "tally", "count.py")
+    wait_for(lambda: json.loads(own.run("ps", "--json"))[0]["state"] == "running", "the job runs", 120)
+    commands = [
+        ["ssh", "-F", str(own.home / ".ssh/config"), host, "echo on; cat"] for host in ("gpuhub-main", "gpuhub-tally")
+    ]
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                subprocess.Popen(command, env=own.environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
+            for command in commands
+        ]
+        assert [client.stdout.readline() for client in clients if client.stdout] == [b"on\n", b"on\n"]
+        product.restart(before.replace('"ada", "ben"', '"ada"'))
+        began = time.monotonic()
+        try:
+            assert [client.wait(LEAVE_S - (time.monotonic() - began)) for client in clients] == [255, 255]
+            for command in commands:
+                again = subprocess.run(
+                    command, env=own.environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+                )
+                assert (again.returncode, again.stdout) == (255, "")
+                assert "Log in again with a new token: gpu-launch login" in again.stderr
+            holders = {"ada", None}
+            wait_for(
+                lambda: {(gpu["holder"] or {}).get("owner") for gpu in ada.gpus()} <= holders,
+                "ben's GPU is free",
+                LEAVE_S,
+            )
+        finally:
+            product.restart(before)
 
 
 def test_nothing_of_that_name(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
