@@ -150,6 +150,19 @@ def test_profile_of_a_job(scene: Scene) -> None:
         assert PROFILE_REFUSAL in text
 
 
+def test_job_groups(scene: Scene) -> None:
+    """One of its jobs is for an open node, and is refused with the other one."""
+    first, second = (
+        {"run_id": f"run-forged{number}", **DETACHED, "models": [model]}
+        for number, model in ((5, "RTX 5060"), (6, MODEL))
+    )
+    group = {"run_id": "run-forged7", "jobs": [first, second]}
+    check = {"job": first, "others": [second]}
+    for status, text in ask_broker(scene, [("POST", "/jobs/groups", group), ("POST", "/jobs/check", check)]):
+        assert status == 403, text
+        assert NODE_REFUSAL in text
+
+
 def test_workers_for_another_users_run(scene: Scene) -> None:
     """Ada's job on the node takes no workers of ben's."""
     job = {"run_id": "run-forged3", "models": ["RTX 5060"], "joins": scene.job["run_id"]}

@@ -104,12 +104,20 @@ async def test_refusals_are_not_mixed_up_between_members_and_others(setting: Set
             await post(running, "mia", "/jobs", job, 201)
 
 
-async def test_arrays_and_profiles_of_jobs_are_refused_as_well(setting: Setting) -> None:
-    """A job names a profile for its image."""
+async def test_arrays_groups_and_profiles_of_jobs_are_refused_as_well(setting: Setting) -> None:
+    """A job names a profile for its image; nothing of a job group is accepted if one of its jobs is not."""
     restrict(setting)
     async with asgi_broker(setting) as running:
         array = {"count": 3, "job": {**DETACHED, "models": ["RTX 5090"]}}
         assert (await post(running, "ben", "/jobs/arrays", array, 403))["detail"] == NODE_REFUSAL
+        group = {
+            "run_id": "run-000003",
+            "jobs": [{**DETACHED, "run_id": "run-000002"}, {**DETACHED, "models": ["RTX 5090"]}],
+        }
+        assert (await post(running, "ben", "/jobs/groups", group, 403))["detail"] == NODE_REFUSAL
+        check = {"job": group["jobs"][0], "others": group["jobs"][1:]}
+        assert (await post(running, "ben", "/jobs/check", check, 403))["detail"] == NODE_REFUSAL
+        assert await read(running, "ben", "/jobs") == []
         refused = await post(running, "ben", "/jobs", {**DETACHED, "profile": "rtx5060"}, 403)
         assert refused["detail"] == PROFILE_REFUSAL
         await post(running, "mia", "/jobs", {**DETACHED, "profile": "rtx5060"}, 201)
