@@ -44,6 +44,8 @@ class Worker:
     state: str
     exit_code: int | None
     message: str | None
+    #: Its node answers; else its state is the last one that is known.
+    is_reachable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +251,7 @@ def parse_worker(data: Mapping[str, Any]) -> Worker:
         state=data["state"],
         exit_code=data.get("exit_code"),
         message=data.get("message"),
+        is_reachable=data.get("is_reachable", True),
     )
 
 

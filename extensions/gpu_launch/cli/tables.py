@@ -41,6 +41,15 @@ def list_nodes(job: Job) -> tuple[str, ...]:
     return tuple(dict.fromkeys(worker.node for worker in job.workers))
 
 
+def _find_unreachable(job: Job) -> set[str]:
+    return {worker.node for worker in job.workers if not worker.is_reachable}
+
+
+def _describe_nodes(job: Job) -> list[str]:
+    unreachable = _find_unreachable(job)
+    return [f"{node} (unreachable)" if node in unreachable else node for node in list_nodes(job)]
+
+
 def build_job_json(job: Job) -> dict[str, Any]:
     """Build the JSON of a job. Later versions may add keys but do not change them. Times are ISO 8601."""
     return {
@@ -52,6 +61,7 @@ def build_job_json(job: Job) -> dict[str, Any]:
         "detached": job.detached,
         "gpus": count_gpus(job),
         "nodes": list(list_nodes(job)),
+        "unreachable_nodes": [node for node in list_nodes(job) if node in _find_unreachable(job)],
         "position": job.position,
         "expected_start": format_iso(job.expected_start),
         "waiting_for": job.waiting_for,
@@ -104,7 +114,7 @@ def build_job_row(job: Job, now: datetime) -> tuple[str, ...]:
         job.name if job.detached else (job.name or "(notebook)"),
         derive_state(job),
         str(count_gpus(job)),
-        ",".join(list_nodes(job)) or "-",
+        ",".join(_describe_nodes(job)) or "-",
         _format_time(job, now),
         "" if job.exit_code is None else str(job.exit_code),
     )

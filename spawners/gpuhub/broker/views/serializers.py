@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Protocol
@@ -169,6 +169,7 @@ def build_job(
     gpu_problems: tuple[str, ...] = (),
     costs: CostRecord | None = None,
     suspension: SuspensionView | None = None,
+    unreachable: Collection[str] = (),
 ) -> JobView:
     """Return a job, as shown to its owner; `version` covers the job and its lease."""
     lease_view = build_lease(lease, version, place, gpu_problems=gpu_problems, suspension=suspension)
@@ -189,6 +190,7 @@ def build_job(
                 state=worker.state,
                 exit_code=worker.exit_code,
                 message=worker.message,
+                is_reachable=worker.node not in unreachable,
             )
             for worker in job.workers
         ),

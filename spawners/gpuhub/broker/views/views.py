@@ -146,9 +146,17 @@ def build_job(core: BrokerState, job: JobRow, lease: LeaseRow, costs: CostRecord
     version = max(job.version, core.queue_positions.find_version(lease))
     place = core.queue_positions.refresh().get(lease.id)
     problems, renew_within_s = list_gpu_problems(core, lease), float(core.cluster.jobs.renew_within)
-    suspended = view_suspension(core, lease)
+    nodes = core.capacity.inventory.nodes
     return serializers.build_job(
-        job, lease, version, place, renew_within_s, gpu_problems=problems, costs=costs, suspension=suspended
+        job,
+        lease,
+        version,
+        place,
+        renew_within_s,
+        gpu_problems=problems,
+        costs=costs,
+        suspension=view_suspension(core, lease),
+        unreachable=[node for node in lease.nodes if job.is_open and (node not in nodes or not nodes[node].is_up)],
     )
 
 

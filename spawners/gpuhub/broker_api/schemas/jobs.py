@@ -160,6 +160,8 @@ class WorkerView(WireModel):
     exit_code: int | None
     #: Why it could not start, or ended, for the user, such as `out of memory`.
     message: str | None
+    #: Its node answers. While it does not, `state` is the last one that is known.
+    is_reachable: bool = True
 
 
 class JobView(WireModel):

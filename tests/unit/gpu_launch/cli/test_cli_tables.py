@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -58,6 +59,15 @@ def test_format_job_times(values: dict[str, Any], text: str) -> None:
     assert tables.build_job_row(_job(**values), NOW)[5] == text
 
 
+def test_unreachable_nodes_are_named() -> None:
+    """In the table, and for programs: what the job does there is not known."""
+    worker = Worker(index=0, node="rig1", gpus=(), state="running", exit_code=None, message=None)
+    workers = (worker, replace(worker, index=1, node="mia", is_reachable=False))
+    assert tables.build_job_row(_job(workers=workers), NOW)[4] == "rig1,mia (unreachable)"
+    view = tables.build_job_json(_job(workers=workers))
+    assert (view["nodes"], view["unreachable_nodes"]) == (["rig1", "mia"], ["mia"])
+
+
 def test_table_fits_the_terminal_width() -> None:
     """Long names are cut with a mark, ids never; wide characters count twice, control characters are not shown."""
     rows = [
@@ -88,7 +98,7 @@ def test_json_output_of_a_job_has_stable_keys() -> None:
     assert json.loads(json.dumps(told)) == told
     assert set(told) == {
         "run_id", "id", "name", "array", "state", "detached", "gpus", "nodes", "position", "expected_start", "waiting_for",
-        "created_at", "started_at", "ended_at", "exit_code", "reason", "preemptions", "after",
+        "created_at", "started_at", "ended_at", "exit_code", "reason", "preemptions", "after", "unreachable_nodes",
         "retries", "max_retries", "sleeps", "port", "port_users", "costs",
     }  # fmt: skip
     assert (told["nodes"], told["gpus"], told["created_at"]) == (["rig1"], 1, "2026-11-21T12:00:00+00:00")

@@ -113,6 +113,20 @@ async def test_notebook_survives_an_unreachable_node(setting: Setting, how: str)
 
 
 @pytest.mark.usefixtures("_short_probe_timeout")
+async def test_worker_on_an_unreachable_node_is_marked(setting: Setting) -> None:
+    """Its job runs on as far as is known, and its owner sees that this is not much."""
+    async with asgi_broker(setting) as running:
+        job = await post(running, "ada", "/jobs", {"run_id": "run-000001", "detached": True}, 201)
+        job = await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
+        [worker] = job["workers"]
+        assert worker["is_reachable"]
+        setting.nodes[worker["node"]].is_reachable = False
+        await until(lambda: not get_node_status(running, worker["node"]).is_up, "the node is unreachable")
+        [listed] = await read(running, "ada", "/jobs")
+        assert (listed["state"], listed["workers"][0]["is_reachable"]) == ("running", False)
+
+
+@pytest.mark.usefixtures("_short_probe_timeout")
 async def test_a_daemon_that_waits_for_swarm_is_used(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker says nothing about itself while the Swarm's managers have no leader, and does all else as usual."""
     monkeypatch.setattr(node_probe, "DAEMON_ID_PERIOD_S", 0.0)
