@@ -43,7 +43,7 @@ def record_stopped_nodes(paths: Paths, stopped: StoppedNodes) -> None:
     if not stopped:
         return
     merged = {**read_stopped_nodes(paths.stopped_nodes), **stopped}
-    replace_file(paths.stopped_nodes, _FORMAT.dump_json(merged), mode=0o644)
+    replace_file(paths.stopped_nodes, _FORMAT.dump_json(merged))
 
 
 def read_stopped_nodes(file: Path) -> StoppedNodes:

@@ -234,7 +234,7 @@ def retired_name(name: str, uid: int) -> str:
 
 
 def _write_uids(file: Path, known: Mapping[str, int]) -> None:
-    replace_file(file, json.dumps(known, indent=1, sort_keys=True), mode=0o644)
+    replace_file(file, json.dumps(known, indent=1, sort_keys=True))
 
 
 def find_user_name(state: Path, uid: int) -> str | None:
