@@ -75,9 +75,12 @@ def run_lesson(product: Product, user: Client, lesson: str) -> str:
     """Run a lesson's cells in a kernel of its folder and return their output."""
     path = f"{FOLDER}/{lesson}"
     outputs = []
-    with open_kernel(product.address.removeprefix("http://"), user, SERVER, notebook=path) as kernel:
+    with (
+        restored_power(product) as cut,
+        open_kernel(product.address.removeprefix("http://"), user, SERVER, notebook=path) as kernel,
+    ):
         for cell in read_cells(product, user, path):
-            outputs.append(run_cell(product, kernel, cell))
+            outputs.append(run_cell(product, kernel, cell, cut))
             print(outputs[-1])  # pytest shows it where a test fails
             assert not kernel.has_failed, f"{lesson}:\n{cell}"
     proofs = [line for line in outputs[-1].splitlines() if line.startswith(f"Lesson {int(lesson[:2])}: ")]
@@ -86,16 +89,35 @@ def run_lesson(product: Product, user: Client, lesson: str) -> str:
     return "".join(outputs)
 
 
-def run_cell(product: Product, kernel: Kernel, cell: str) -> str:
-    """Run a cell and return its output; what it asks for is done in a terminal."""
-    output, done = "", set[tuple[str, ...]]()
+def run_cell(product: Product, kernel: Kernel, cell: str, cut: set[str]) -> str:
+    """Run a cell and return its output; what it asks for is done in a terminal. `cut` has the nodes without power."""
+    output, done = "", set[tuple[str, str]]()
     for text in kernel.messages(kernel.begin(cell)):
         output += text
-        for words in set(POWER.findall(output)) - done:
-            done.add(words)
-            program = Path(sys.executable).with_name("gpuhub-closet")
-            subprocess.run([program, "power", "--instance", product.paths.instance, *words], check=True, timeout=120)
+        for what, node in set(POWER.findall(output)) - done:
+            done.add((what, node))
+            change_power(product, what, node)
+            if what == "cut":
+                cut.add(node)
+            else:
+                cut.discard(node)
     return output
+
+
+def change_power(product: Product, what: str, node: str) -> None:
+    program = Path(sys.executable).with_name("gpuhub-closet")
+    subprocess.run([program, "power", "--instance", product.paths.instance, what, node], check=True, timeout=120)
+
+
+@contextmanager
+def restored_power(product: Product) -> Iterator[set[str]]:
+    """Yield a set for the nodes that a lesson leaves without power, and give it back: the tests that follow need them."""
+    cut: set[str] = set()
+    try:
+        yield cut
+    finally:
+        for node in cut:
+            change_power(product, "on", node)
 
 
 def read_cells(product: Product, user: Client, path: str) -> list[str]:
