@@ -226,7 +226,7 @@ def test_waiting_job_gets_the_open_node_alone(scene: Scene) -> None:
 
 
 def test_cluster_shows_holders_and_no_profile(scene: Scene) -> None:
-    """Ben sees who holds the node, as everybody does, and that it is not his; nobody asks for a group."""
+    """Ben sees who holds the node, as all users do, and that it is not open to him; its group is not asked for."""
     for client, is_member in ((scene.ada, True), (scene.ben, False)):
         status, view = client.ask(client.broker, "GET", "/cluster")
         assert status == 200

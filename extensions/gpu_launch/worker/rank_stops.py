@@ -26,7 +26,7 @@ class RankStop:
 
 
 class StopFiles:
-    """Notices ranks that begin to wait for a debugger which nobody has asked for."""
+    """Notices ranks that begin to wait for a debugger that was not requested."""
 
     def __init__(self, pattern: str, ranks: Sequence[int]) -> None:
         """`pattern` is the path of a rank's stack dump, with `{rank}`."""

@@ -23,7 +23,7 @@ from tests.support.product import wait_for
 
 #: What docs/rights.md promises, seconds.
 LIMIT_S = 60.0
-#: A public key whose owner nobody is: sshd waits for the login for two minutes.
+#: A public key without a private one: sshd waits for the login for two minutes.
 KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'x' * 43}"
 
 

@@ -92,46 +92,36 @@ class AdmissionController:
     async def submit_job(self, who: Identity, request: JobRequest) -> JobRow:
         """Submit a job; see `BrokerOperations.request_job`."""
         _check_is_user(who)
-        existing = await asyncio.to_thread(self._core.store.find_jobs_by_run, who.name, [request.run_id])
-        if request.run_id in existing:
-            return existing[request.run_id]
-        edit = await self._build_edit(who, [request], _Links(after=request.after), {})
-        return (await self._core.ledger.change(edit))[0]
+        return (await self._submit(who, [request], _Links(after=request.after)))[0]
 
     async def submit_array(self, who: Identity, request: ArrayRequest) -> list[JobRow]:
         """Submit the jobs of an array; see `BrokerOperations.request_array`."""
         _check_is_user(who)
         self._creations.check(who.name)
-        requests = split_array(request)
-        existing = await asyncio.to_thread(
-            self._core.store.find_jobs_by_run, who.name, [request_item.run_id for request_item in requests]
-        )
-        if len(existing) == len(requests):
-            return [existing[request_item.run_id] for request_item in requests]
-        edit = await self._build_edit(
-            who,
-            requests,
-            _Links(array=request.job.run_id, limit=request.max_running, after=request.job.after),
-            existing,
-        )
-        return await self._core.ledger.change(edit)
+        links = _Links(array=request.job.run_id, limit=request.max_running, after=request.job.after)
+        return await self._submit(who, split_array(request), links)
 
     async def submit_group(self, who: Identity, request: GroupRequest) -> list[JobRow]:
         """Submit the jobs of a job group; see `BrokerOperations.request_group`."""
         _check_is_user(who)
         _check_group(request.jobs, request.auxiliary)
-        runs = [job.run_id for job in request.jobs]
+        links = _Links(array=request.run_id, after=request.jobs[0].after, is_group=True, auxiliary=request.auxiliary)
+        return await self._submit(who, request.jobs, links)
+
+    async def _submit(self, who: Identity, requests: Sequence[JobRequest], links: _Links) -> list[JobRow]:
+        """Return the jobs of these requests; those that do not exist yet are added in one transaction."""
+        runs = _runs(requests)
         existing = await asyncio.to_thread(self._core.store.find_jobs_by_run, who.name, runs)
         if len(existing) == len(runs):
             return [existing[run] for run in runs]
-        links = _Links(array=request.run_id, after=request.jobs[0].after, is_group=True, auxiliary=request.auxiliary)
-        return await self._core.ledger.change(await self._build_edit(who, list(request.jobs), links, existing))
+        return await self._core.ledger.change(await self._build_edit(who, requests, links, existing))
 
     async def check_jobs(self, who: Identity, request: JobCheckRequest) -> None:
         """Refuse what `submit_job`, `submit_array` or `submit_group` would refuse, and submit nothing."""
         _check_is_user(who)
         job = request.job
-        requests, links = [job], _Links(after=job.after)
+        requests: Sequence[JobRequest] = [job]
+        links = _Links(after=job.after)
         if request.count is not None:
             requests = split_array(ArrayRequest(job=job, count=request.count))
             links = replace(links, array=job.run_id)
@@ -190,7 +180,7 @@ class AdmissionController:
         return transaction.put_lease(lease)
 
     async def _build_edit(
-        self, who: Identity, requests: list[JobRequest], links: _Links, existing: dict[str, JobRow]
+        self, who: Identity, requests: Sequence[JobRequest], links: _Links, existing: dict[str, JobRow]
     ) -> Callable[[Transaction], list[JobRow]]:
         """Return the change that adds these jobs, less those that exist."""
         earlier: Sequence[JobRow] = ()
@@ -323,9 +313,9 @@ def _check_group(jobs: Sequence[JobRequest], auxiliary: Collection[str] = ()) ->
         raise InvalidRequest("jobs: all jobs of a job group are detached, and so wait without a notebook")
     if len({job.after for job in jobs}) > 1:
         raise InvalidRequest("jobs: all jobs of a job group have the same `after`, because they start together")
-    if len({job.run_id for job in jobs}) < len(jobs):
+    runs = set(_runs(jobs))
+    if len(runs) < len(jobs):
         raise InvalidRequest("jobs: each job of a job group needs a run_id of its own")
-    runs = {job.run_id for job in jobs}
     if unknown := sorted(set(auxiliary) - runs):
         raise InvalidRequest(f"auxiliary: {unknown[0]} is not a job of the group")
     if runs == set(auxiliary):
@@ -360,7 +350,7 @@ def find_predecessor(transaction: Transaction, owner: str, run: str, stored: Seq
     return bool(ids)
 
 
-def _runs(requests: list[JobRequest]) -> list[str]:
+def _runs(requests: Sequence[JobRequest]) -> list[str]:
     return [request.run_id for request in requests]
 
 
