@@ -44,11 +44,13 @@ def fill_array(transaction: Transaction, owner: str, array: str) -> None:
 def _end_auxiliary(transaction: Transaction, owner: str, group: str) -> None:
     """End the auxiliary jobs of a job group when all others have ended: those that run, after their delay."""
     jobs = _sort_jobs(transaction, transaction.index.find("array", owner, group))
-    delays = [(job, transaction.leases[job.lease_id].resources.auxiliary_s) for job in jobs]
-    for job, delay_s in delays if all(delay_s is not None for _, delay_s in delays) else ():
-        lease = transaction.leases[job.lease_id]
+    leases = [transaction.leases[job.lease_id] for job in jobs]
+    if any(lease.resources.auxiliary_s is None for lease in leases):
+        return
+    for job, lease in zip(jobs, leases, strict=True):
+        delay_s = lease.resources.auxiliary_s
         if lease.state is LeaseState.REQUESTED or not delay_s:
-            transaction.put_job(job_states.stop(job, _PRIMARY_ENDED, transaction.now))
+            transaction.put_job(job_states.cancel(job, _PRIMARY_ENDED, transaction.now))
         else:
             transaction.put_lease(lease_states.shorten(lease, transaction.now + delay_s, _PRIMARY_ENDED))
 

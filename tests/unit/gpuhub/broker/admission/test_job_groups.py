@@ -90,6 +90,18 @@ async def test_auxiliary_jobs_end_with_the_others(setting: Setting) -> None:
         assert 540 < left_s <= 600
 
 
+async def test_auxiliary_job_with_a_port_does_not_sleep(setting: Setting) -> None:
+    """It waits for no request to its port: those that it served are gone."""
+    async with asgi_broker(setting) as running:
+        jobs = [build_job(0), build_job(1, port=8000, sleeps=True)]
+        body = {"run_id": GROUP, "jobs": jobs, "auxiliary": {f"{GROUP}-1": 0}}
+        group = await post(running, "ada", "/jobs/groups", body, 201)
+        await wait_for_state(running, f"/jobs/{group[1]['id']}", "running", "ada")
+        await end_program(running, group[0])
+        ended = await wait_for_state(running, f"/jobs/{group[1]['id']}", "ended", "ada")
+        assert (ended["sleeps"], ended["reason"]) == (False, "the tasks of its job group that it served have ended")
+
+
 @pytest.mark.parametrize(
     ("auxiliary", "text"),
     [
