@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from gpuhub.backends.interface import BackendHost, LeaseRejected, Observation, SchedulingBackend, raise_first
@@ -25,7 +25,7 @@ from gpuhub.nodes.status import NodeStatus
 
 log = logging.getLogger(__name__)
 
-#: Between two polls at the least, and while a job may start at any moment, seconds.
+#: Between two polls at the least, and at the most while a job may start at any moment, seconds.
 MIN_PERIOD_S = 0.1
 EAGER_PERIOD_S = 0.5
 #: A job is expected to start for this long after its lease was requested, seconds.
@@ -128,11 +128,10 @@ class BackendController:
             await wait_event(changed, left)
 
     def _period(self) -> float:
-        """Seconds until the next poll: fewer while a lease is young, since its user waits before a browser."""
-        poll_s = self._backend.poll_s or EAGER_PERIOD_S
+        """Seconds from one poll to the next."""
         now = self._core.clock.now()
-        is_young = any(lease.slurm_job is not None and now - lease.created_at < YOUNG_S for lease in self._waiting())
-        return min(poll_s, EAGER_PERIOD_S) if is_young and self._is_well else poll_s
+        ages = [now - lease.created_at for lease in self._waiting() if lease.slurm_job is not None]
+        return choose_period(self._backend.poll_s or EAGER_PERIOD_S, ages if self._is_well else [])
 
     # -- what was observed ----------------------------------------------------------------------------------------
 
@@ -248,6 +247,19 @@ class BackendController:
             log.info("%s answers again", self._backend.title)
             self._core.add_event(f"{self._backend.name}.answers", f"{self._backend.title} answers again")
         self._is_unreachable = False
+
+
+def choose_period(poll_s: float, ages_s: Sequence[float]) -> float:
+    """Return the seconds from one poll to the next: fewer while a submitted lease is young, as its user waits.
+
+    Most jobs start at once or not for long, so that the first polls follow each other most closely.
+
+    Args:
+        poll_s: The backend's own period.
+        ages_s: Time since each request whose job has not started.
+    """
+    youngest_s = min(ages_s, default=YOUNG_S)
+    return min(poll_s, EAGER_PERIOD_S, youngest_s / 4) if youngest_s < YOUNG_S else poll_s
 
 
 def _is_unsubmitted(lease: LeaseRow) -> bool:

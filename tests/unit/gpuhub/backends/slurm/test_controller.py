@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuhub.broker.controllers.backend_controller import YOUNG_S, choose_period
 from gpuhub.broker.state import mutations
 from gpuhub.broker_api.schemas import LeaseState
 from gpuhub.common import names
@@ -46,6 +47,15 @@ async def test_request_is_submitted_as_its_owner_and_granted_the_gpus(site: Brok
         assert granted.granted_at is not None
         assert granted.expires_at - granted.granted_at == 600
         assert site.slurm.submitted == 1
+
+
+@pytest.mark.parametrize(
+    ("ages_s", "period_s"),
+    [([], 2.0), ([0.2, 900.0], 0.05), ([1.0], 0.25), ([3.0, 8.0], 0.5), ([YOUNG_S], 2.0)],
+)
+def test_young_requests_are_polled_for_more_often(ages_s: list[float], period_s: float) -> None:
+    """A job that starts at once is seen at once; one that waits is asked for as often as anything else."""
+    assert choose_period(2.0, ages_s) == period_s
 
 
 async def test_request_without_gpus_is_a_job(site: BrokerEnvironment) -> None:
