@@ -88,7 +88,6 @@ ASK = """
                 sys.exit(f"{sys.argv[1]}: {error}")
             time.sleep(0.2)
 """
-pytestmark = pytest.mark.backend("builtin")
 
 
 @dataclass(frozen=True, slots=True)
