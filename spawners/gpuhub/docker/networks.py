@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.common import names
-from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NodeUnreachable, NotFound, SetupError
+from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NodeUnreachable, NotFound, SetupError, Unavailable
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.swarm.managers import ask_manager
@@ -73,7 +73,7 @@ async def ensure_user_network(
     """Create the owner's private network unless it exists. Safe to call concurrently.
 
     Raises:
-        NodeUnreachable: The nodes that manage the networks do not answer.
+        Unavailable: The nodes that manage the networks do not answer.
         Conflict: Containers are still on a network of other settings: a bridge of a single node, or an overlay with or
             without encryption; or the network is another user's.
     """
@@ -84,7 +84,8 @@ async def ensure_user_network(
         )
         names.check_owner(name, network.get("Labels"), owner)
     except NodeUnreachable as error:
-        raise NodeUnreachable(f"{error}; nothing can start until {_name_keepers(cluster)}") from error
+        # Not NodeUnreachable: the node on which something starts may answer.
+        raise Unavailable(f"{error}; nothing can start until {_name_keepers(cluster)}") from error
     return UserNetwork(name=name, id=network["Id"], subnet=str(_read_subnet(network)))
 
 

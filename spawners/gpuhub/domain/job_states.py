@@ -2,11 +2,13 @@
 
 waiting ──start──▶ starting ──record_worker_start (all)──▶ running ──stop──▶ stopping ──end──▶ ended
    ▲                   └───────────preempt──────────▶ preempting ◀──preempt──┘   │
+   ├──requeue_unstarted (from starting)                 │                        │
    ├──────────────────────requeue───────────────────────┘                        │
    └──────────────────────retry, fall_asleep─────────────────────────────────────┘
 A job can be stopped in every state before `stopping`; a waiting job ends at once. A preempted job waits
 again, under a new lease, when everything of the old one is gone; so does a failed one that may be tried again. A job
-that sleeps has a held request meanwhile, until a request to its port.
+of which no container was started, because its node does not answer, waits again at once. A job that sleeps has a held
+request meanwhile, until a request to its port.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Collection
 from gpuhub.broker_api.schemas import JobState, WorkerState
 from gpuhub.domain.models import JobRow, LeaseRow, WorkerRow
 
-#: Reason of the lease of a preempted job; any other reason ends the job as well.
+#: Why most jobs are preempted.
 PREEMPTED = "preempted: others needed its GPUs"
 #: Its workers run or are being started.
 UNDER_WAY = frozenset({JobState.STARTING, JobState.RUNNING})
@@ -25,7 +27,7 @@ UNDER_WAY = frozenset({JobState.STARTING, JobState.RUNNING})
 def start(job: JobRow, lease: LeaseRow, now: float) -> JobRow:
     """Start a job whose gang is granted, with one pending worker on each node."""
     workers = tuple(WorkerRow(index=index, node=node) for index, node in enumerate(lease.nodes))
-    return job.evolve(state=JobState.STARTING, since=now, workers=workers)
+    return job.evolve(state=JobState.STARTING, since=now, workers=workers, reason=None)
 
 
 def record_worker_start(job: JobRow, index: int, container_id: str, now: float) -> JobRow:
@@ -84,11 +86,18 @@ def find_idle_nodes(job: JobRow) -> frozenset[str]:
     return frozenset(worker.node for worker in job.workers if worker.state is WorkerState.EXITED)
 
 
-def preempt(job: JobRow, until: float, now: float) -> JobRow:
-    """Preempt a job under way; its workers may write a checkpoint until `until`."""
+def preempt(job: JobRow, until: float, now: float, *, reason: str | None = None) -> JobRow:
+    """Preempt a job under way, because others need its GPUs or for another reason; its workers may write a checkpoint
+    until `until`.
+    """
     if job.state not in UNDER_WAY:
         return job
-    return job.evolve(state=JobState.PREEMPTING, since=now, checkpoint_until=until)
+    return job.evolve(state=JobState.PREEMPTING, since=now, checkpoint_until=until, reason=reason)
+
+
+def explain_preemption(job: JobRow) -> str:
+    """Return the reason of a preempted job's lease; any other reason ends the job as well."""
+    return job.reason or PREEMPTED
 
 
 def is_checkpoint_done(job: JobRow, now: float) -> bool:
@@ -104,7 +113,12 @@ def is_over(job: JobRow | None) -> bool:
 
 def requeue(job: JobRow, lease_id: str, now: float) -> JobRow:
     """Let a preempted job of which nothing is left wait again, under a new lease."""
-    return _wait_again(job, lease_id, now).evolve(checkpoint_until=None, preemptions=job.preemptions + 1)
+    return _wait_again(job, lease_id, now).evolve(checkpoint_until=None, reason=None, preemptions=job.preemptions + 1)
+
+
+def requeue_unstarted(job: JobRow, lease_id: str, reason: str, now: float) -> JobRow:
+    """Let a job of which no container was started wait again, under a new lease; the reason is kept until it starts."""
+    return _wait_again(job, lease_id, now).evolve(reason=reason)
 
 
 def can_retry(job: JobRow) -> bool:

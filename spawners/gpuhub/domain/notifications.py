@@ -84,7 +84,8 @@ def list_job_notifications(before: JobRow | None, after: JobRow, now: float) -> 
             key=f"preempted:{after.id}:{after.preemptions}",
             owner=after.owner,
             title=f"{name} is preempted",
-            body="Others need its GPUs. It may write a checkpoint, waits again, and starts again when GPUs are free.",
+            body=f"{_sentence(after.reason or 'others need its GPUs')} It may write a checkpoint, waits again, and "
+            "starts again when GPUs are free.",
         )
     # A launch of a notebook ends before its user's eyes.
     elif after.state is JobState.ENDED and after.detached:

@@ -27,7 +27,7 @@ from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.errors import HubUnreachable
 from gpuhub.common import names
-from gpuhub.common.errors import GpuhubError, NotFound
+from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.containers.user_containers import CourierSpec, WorkerSpec
 from gpuhub.domain.clock import Clock
@@ -94,10 +94,14 @@ class StubHub:
 
 @dataclass(slots=True)
 class Workers:
-    """Starts workers on simulated nodes; `failing` has error texts by node, `held` delays starts until it is set."""
+    """Starts workers on simulated nodes; `failing` has error texts by node, `held` delays starts until it is set.
+
+    The next start on each node in `lost_answers` succeeds, and its answer is lost.
+    """
 
     nodes: dict[str, SimulatedNode]
     failing: dict[str, str] = field(default_factory=dict)
+    lost_answers: set[str] = field(default_factory=set)
     specs: list[WorkerSpec] = field(default_factory=list)
     held: asyncio.Event | None = None
 
@@ -107,6 +111,8 @@ class Workers:
             await self.held.wait()
         if spec.node in self.failing:
             raise GpuhubError(self.failing[spec.node])
+        if not self.nodes[spec.node].is_reachable:
+            raise NodeUnreachable(f"node {spec.node}: its Docker daemon does not answer in time")
         if spec.before_start is not None:
             await spec.before_start()
         node = self.nodes[spec.node]
@@ -127,6 +133,9 @@ class Workers:
         if spec.fill_home is not None:
             await spec.fill_home(container)
             node.containers[container]["State"] = "running"
+        if spec.node in self.lost_answers:
+            self.lost_answers.remove(spec.node)
+            raise NodeUnreachable(f"node {spec.node}: its Docker daemon does not answer in time")
         return container
 
 

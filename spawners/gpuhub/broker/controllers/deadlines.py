@@ -75,7 +75,7 @@ class DeadlineController:
     def _find_checkpointed(self, now: float) -> dict[str, str]:
         """Return leases of preempted jobs whose workers have written their checkpoints, with the reason."""
         return {
-            job.lease_id: job_states.PREEMPTED
+            job.lease_id: job_states.explain_preemption(job)
             for job in self._core.ledger.find_jobs("preempting")
             if job_states.is_checkpoint_done(job, now)
         }

@@ -14,7 +14,7 @@ from typing import Any
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker_api.schemas import JobState, WorkerState
-from gpuhub.common.errors import GpuhubError, NotFound
+from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.common.tasks import cancel_tasks
 from gpuhub.common.units import format_size
 from gpuhub.config.containers.container_size import DEFAULT_CPUS, DEFAULT_MEMORY
@@ -78,6 +78,8 @@ class WorkerLauncher:
         self._starting: dict[str, asyncio.Task[None]] = {}
         #: When the last start for a lease ended; monotonic.
         self._started: dict[str, float] = {}
+        #: Leases of which a container may have been started, in this run of the broker or an earlier one.
+        self._may_run = set(core.ledger.snapshot.leases)
         self._retry: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -103,6 +105,7 @@ class WorkerLauncher:
                 self._starting[lease.id] = task
                 task.add_done_callback(partial(self._note_started, lease.id))
         self._started = {lease: at for lease, at in self._started.items() if lease in snapshot.leases}
+        self._may_run &= snapshot.leases.keys()
 
     def find_launching(self, since: float) -> frozenset[str]:
         """Return leases for which containers were created at any time since `since` (monotonic)."""
@@ -119,13 +122,26 @@ class WorkerLauncher:
         if lease.resources.stage and self._stage is not None:
             try:
                 staged = await self._stage(lease.resources.stage, [worker.node for worker in pending])
+            except NodeUnreachable as error:
+                await self._requeue(lease, error)
+                return
             except GpuhubError as error:
                 changes = [(job.id, partial(_failed, index=worker.index, message=str(error))) for worker in pending]
                 await self._core.ledger.change(mutations.change_jobs(changes))
                 return
-        await asyncio.gather(*(self._start_one(job, lease, worker, staged) for worker in pending))
+        outcomes = await asyncio.gather(*(self._start_one(job, lease, worker, staged) for worker in pending))
+        unreachable = next(filter(None, outcomes), None)
+        if unreachable is not None:
+            await self._requeue(lease, unreachable)
 
-    async def _start_one(self, job: JobRow, lease: LeaseRow, worker: WorkerRow, staged: Mapping[str, str]) -> None:
+    async def _requeue(self, lease: LeaseRow, error: NodeUnreachable) -> None:
+        may_run = lease.id in self._may_run
+        await self._core.ledger.change(mutations.requeue_unstarted(lease.id, str(error), may_run=may_run))
+
+    async def _start_one(
+        self, job: JobRow, lease: LeaseRow, worker: WorkerRow, staged: Mapping[str, str]
+    ) -> NodeUnreachable | None:
+        """Start a worker and record how that went; return the error if its node does not answer."""
         change: Callable[[JobRow, float], JobRow]
         identity = self._identity(worker.node)
         another = None if identity is None else explain_identity_change(lease, worker.node, identity)
@@ -134,16 +150,18 @@ class WorkerLauncher:
             await self._core.ledger.change(
                 mutations.change_jobs([(job.id, partial(_failed, index=worker.index, message=another))])
             )
-            return
+            return None
         try:
             spec = replace(
-                build_spec(self._instance, job, lease, worker, staged), services=self._find_services(lease, worker.node)
+                build_spec(self._instance, job, lease, worker, staged),
+                services=self._find_services(lease, worker.node),
+                before_start=partial(self._check_start, lease),
             )
-            if self._refuse_ended is not None:
-                spec = replace(spec, before_start=partial(self._refuse_ended, lease))
             if self._send_files is not None and self._core.cluster.node(worker.node).guest:
                 spec = replace(spec, fill_home=partial(self._send_files, job, worker.node))
             container_id = await self._start_worker(spec)
+        except NodeUnreachable as error:
+            return error
         except GpuhubError as error:
             change = partial(_failed, index=worker.index, message=str(error))
         except Exception:
@@ -152,6 +170,12 @@ class WorkerLauncher:
         else:
             change = partial(_running, index=worker.index, container_id=container_id)
         await self._core.ledger.change(mutations.change_jobs([(job.id, change)]))
+        return None
+
+    async def _check_start(self, lease: LeaseRow) -> None:
+        if self._refuse_ended is not None:
+            await self._refuse_ended(lease)
+        self._may_run.add(lease.id)
 
     def _find_services(self, lease: LeaseRow, node: str) -> tuple[ServiceSettings, ...]:
         """Return the services of a worker: none on a guest, whose owner could read what reaches them."""

@@ -9,7 +9,6 @@ from gpuhub.broker.state import chains
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker_api.schemas import JobState, LeaseState, Purpose
 from gpuhub.domain import job_states, lease_states, suspension
-from gpuhub.domain.job_states import PREEMPTED
 from gpuhub.domain.models import JobRow, LeaseRow, ResourceRequest, new_id
 from gpuhub.domain.scheduler_input import HOST_SUFFIX
 from gpuhub.scheduler.interface import Grant, NodeAllocation, Preemption, SchedulingDecision
@@ -57,12 +56,13 @@ def propagate_job(transaction: Transaction, job: JobRow) -> None:
             job = job_states.stop(job, "the notebook that asked for it ended", transaction.now)
     if job.joins is not None and job_states.is_over(find_run(transaction, job.owner, job.joins)):
         job = job_states.stop(job, f"the run that it joined ended: {job.joins}", transaction.now)
-    if lease.state in _OVER and not (job.state is JobState.PREEMPTING and lease.reason == PREEMPTED):
+    preemption = job_states.explain_preemption(job)
+    if lease.state in _OVER and not (job.state is JobState.PREEMPTING and lease.reason == preemption):
         job = job_states.stop(job, lease.reason or "its lease ended", transaction.now)
     if lease.state in lease_states.LIVE and (idle_nodes := job_states.find_idle_nodes(job)):
         lease = transaction.put_lease(lease_states.shrink(lease, idle_nodes, transaction.now))
     if job.state is JobState.PREEMPTING and job_states.is_checkpoint_done(job, transaction.now):
-        lease = transaction.put_lease(lease_states.release(lease, PREEMPTED, transaction.now))
+        lease = transaction.put_lease(lease_states.release(lease, preemption, transaction.now))
     if job.state is JobState.STOPPING:
         lease = transaction.put_lease(lease_states.release(lease, job.reason or "stopped", transaction.now))
     if lease.state is LeaseState.RELEASED:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from gpuhub.broker_api.schemas import JobState, LeaseState, SuspensionState
 from gpuhub.common.errors import Unavailable
 from gpuhub.domain.clock import wait_event
-from gpuhub.domain.job_states import PREEMPTED
+from gpuhub.domain.job_states import explain_preemption
 from gpuhub.domain.models import EventRow, JobRow, LeasedGpu, LeaseRow, Suspension
 from gpuhub.domain.notifications import list_job_notifications, list_lease_notifications
 
@@ -42,8 +42,8 @@ def list_job_events(before: JobRow | None, after: JobRow, now: float) -> Iterato
         JobState.PREEMPTING: f"job {after.run_id} of {after.owner} is preempted and may write a checkpoint",
         JobState.ENDED: f"job {after.run_id} of {after.owner} ended: {after.reason}",
     }.get(after.state)
-    if after.state is JobState.WAITING and old is not None:
-        text = f"job {after.run_id} of {after.owner} waits again: {PREEMPTED}"
+    if after.state is JobState.WAITING and before is not None:
+        text = f"job {after.run_id} of {after.owner} waits again: {after.reason or explain_preemption(before)}"
     if text is not None:
         kind = "requeued" if after.state is JobState.WAITING else after.state.value
         notifications = tuple(list_job_notifications(before, after, now))

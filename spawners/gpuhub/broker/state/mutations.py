@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from gpuhub.broker.state import persistent_notebooks
+from gpuhub.broker.state import effects, persistent_notebooks
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.broker_api.schemas import LeaseState, WorkerState
+from gpuhub.broker_api.schemas import JobState, LeaseState, WorkerState
 from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.models import JobRow, LeaseRow
 from gpuhub.domain.reconcile import ObservedNode, explain_missing_proof
@@ -172,6 +172,30 @@ def preempt_jobs(node: str, grace_s: float) -> Edit:
             if job_id is not None and transaction.jobs[job_id].detached:
                 job = transaction.jobs[job_id]
                 transaction.put_job(job_states.preempt(job, transaction.now + grace_s, transaction.now))
+
+    return edit
+
+
+def requeue_unstarted(lease_id: str, reason: str, *, may_run: bool) -> Edit:
+    """Let a starting job wait again with its age, because a node does not answer; its lease ends, and needs proof.
+
+    Args:
+        may_run: A container of it may run. Then a detached job waits again only when nothing of it is left, and any
+            other, whose user waits for it, ends.
+    """
+
+    def edit(transaction: Transaction) -> None:
+        job_id, now = transaction.index.find_one("job of lease", lease_id), transaction.now
+        if job_id is None or (job := transaction.jobs[job_id]).state is not JobState.STARTING:
+            return
+        if may_run:
+            transaction.put_job(
+                job_states.preempt(job, now, now, reason=reason) if job.detached else job_states.stop(job, reason, now)
+            )
+            return
+        lease = transaction.put_lease(lease_states.release(transaction.leases[lease_id], reason, now))
+        new_lease = effects.request_again(transaction, lease, created_at=lease.created_at)
+        transaction.put_job(job_states.requeue_unstarted(job, new_lease, reason, now))
 
     return edit
 

@@ -142,6 +142,24 @@ async def test_a_pause_lets_the_job_write_a_checkpoint_and_wait_again(lent: Sett
         assert (again / "work/train.py").read_text() == "print(1)"
 
 
+async def test_a_job_waits_again_when_the_guest_vanishes_before_it_begins(lent: Setting) -> None:
+    """With its age and without a try; the guest's GPU stays blocked until the guest proves that nothing runs there."""
+    write_job(lent)
+    async with asgi_broker(lent) as running:
+        lent.nodes["rig3"].is_reachable = False
+        job = await post(running, "ada", "/jobs", JOB, 201)
+        await until(lambda: running.core.ledger.snapshot.jobs[job["id"]].lease_id != job["lease"]["id"], "a new lease")
+        view = await read(running, "ada", f"/jobs/{job['id']}")
+        assert (view["state"], view["retries"], view["preemptions"]) == ("waiting", 0, 0)
+        assert view["reason"] == "node rig3: its Docker daemon does not answer in time"
+        assert view["lease"]["created_at"] == job["lease"]["created_at"]
+        assert (await read(running, "ada", f"/leases/{job['lease']['id']}"))["state"] == "releasing"
+        lent.nodes["rig3"].is_reachable = True
+        view = await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
+        assert (view["reason"], view["retries"], view["preemptions"]) == (None, 0, 0)
+        assert (await read(running, "ada", f"/leases/{job['lease']['id']}"))["state"] == "released"
+
+
 async def test_a_job_in_the_home_itself_is_not_sent(lent: Setting) -> None:
     """Its folder would be everything that its owner has."""
     write_job(lent, folder="")
