@@ -261,13 +261,9 @@ def head_node(instance: str, folder: Path) -> Iterator[Head]:
     """Start the service for guests of an instance, and the internet."""
     file = folder / "cluster.toml"
     file.write_text(SETTINGS)
-    try:
-        with instance_folders(instance) as paths, internet(), guest_service(paths, file, file.with_name("log")):
-            wait(lambda: Path(f"/sys/class/net/{instance}-guests").exists(), "the interface")
-            yield Head(paths, file)
-    finally:
-        # The table outlives the service, and drops packets of another instance's guests, which have the same addresses.
-        run("nft", "delete", "table", "inet", f"gpuhub_{instance}_guests", check=False)
+    with instance_folders(instance) as paths, internet(), guest_service(paths, file, file.with_name("log")):
+        wait(lambda: Path(f"/sys/class/net/{instance}-guests").exists(), "the interface")
+        yield Head(paths, file)
 
 
 class MixedDaemons(SimulatedDaemons):

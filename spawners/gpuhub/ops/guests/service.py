@@ -10,6 +10,8 @@ import asyncio
 import json
 import logging
 import re
+import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -318,8 +320,10 @@ def serve(cluster_file: Path, paths: Paths) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = settings.load(cluster_file)
     interface = HeadInterface(paths, cluster.guests)
-    interface.start()
+    # Uvicorn ends on SIGTERM and then raises it again, which by default would leave interface and packet filter.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        interface.start()
         asyncio.run(_serve(GuestService(paths, cluster_file, cluster, interface=interface), cluster))
     finally:
         interface.stop()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ from gpuhub.common.errors import Conflict
 from gpuhub.common.paths import Paths
 from gpuhub.ops.guests.registry import choose_address
 from gpuhub.ops.guests.service import BadRequest, GuestService, parse_available, parse_join
-from tests.support.docker.simulated_nodes import build_cluster
+from gpuhub.ops.guests.wireguard import format_removal
+from tests.support.docker.simulated_nodes import build_cluster, wait_until
+from tests.support.hub.login_hub import free_ports
 
 KEY = "A" * 43 + "="
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ"
@@ -80,3 +86,65 @@ async def test_a_guest_that_changes_its_mind_all_the_time_is_followed_less(
     for number in range(1000):
         await service._sync_pause("mia", is_paused=number % 2 == 0)
     assert followed == [True, False] * 5
+
+
+#: The service's commands: `nft` records its input, and `ip` fails when that is asked.
+COMMANDS = {
+    "nft": '/bin/cat >> "$RULES"',
+    "ip": 'exit "$IP_STATUS"',
+    "wg": f'[ "$1" = show ] || echo {KEY}',
+}
+SERVE = """
+import sys
+from pathlib import Path
+from gpuhub.ops.guests.service import serve
+from tests.support.paths import FolderPaths
+serve(Path(sys.argv[1]), FolderPaths("ghend", folder=Path(sys.argv[2])))
+"""
+
+
+SETTINGS = """
+[[nodes]]
+name = "rig1"
+address = "127.0.1.1"
+docker = "unix:///nowhere/rig1.sock"
+
+[[profiles]]
+name = "any"
+title = "Any"
+
+[users]
+login = "password"
+allowed = ["ada"]
+uid_first = 5000
+
+[guests]
+endpoint = "home.example.org:51820"
+subnet = "127.213.77.0/24"
+service_port = {port}
+"""
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.213.77.1", port)) == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ip_status", ["0", "1"], ids=["it is ended", "the interface cannot be created"])
+def test_no_packet_filter_remains_when_the_service_ends(tmp_path: Path, ip_status: str) -> None:
+    """It would drop packets of others with the same addresses."""
+    for name, command in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    rules, file = tmp_path / "rules", tmp_path / "cluster.toml"
+    [port] = free_ports(1)
+    file.write_text(SETTINGS.format(port=port))
+    environment = {**os.environ, "PATH": str(tmp_path), "RULES": str(rules), "IP_STATUS": ip_status}
+    with subprocess.Popen([sys.executable, "-c", SERVE, str(file), str(tmp_path)], env=environment) as service:
+        if ip_status == "0":
+            wait_until(lambda: is_listening(port), "the service answers")
+            service.terminate()
+    assert service.returncode == int(ip_status)
+    assert "chain from_guests" in rules.read_text()
+    assert rules.read_text().endswith("}\n" + format_removal("ghend"))
