@@ -8,6 +8,7 @@ from typing import Any
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
 from gpuhub.scheduler.interface import (
     Allocation,
+    CircuitBudget,
     GpuSlot,
     NodeAllocation,
     NodeCapacity,
@@ -24,6 +25,8 @@ BIG, MIDDLE, SMALL = (
     GpuSpec(model="RTX 5060", memory_mib=8151, capability=(8, 9)),
 )
 WANTS_BIG = GpuRequirement(models=("RTX 5090",))
+#: The cards' power limits.
+WATTS = {BIG: 575, MIDDLE: 250, SMALL: 145}
 #: The time at which tests begin, seconds.
 NOW = 1_000_000.0
 HOUR = 3600.0
@@ -38,6 +41,19 @@ def node(name: str, *cards: GpuSpec, **parts: Any) -> NodeCapacity:
 def nodes(*cards: list[GpuSpec]) -> list[NodeCapacity]:
     """Return nodes: `nodes([BIG], [SMALL, SMALL])` has n0 with n0-0, and n1 with n1-0 and n1-1."""
     return [node(f"n{number}", *of_node) for number, of_node in enumerate(cards)]
+
+
+def on_circuit(gpu_watts: int, *nodes: NodeCapacity, name: str = "left") -> list[NodeCapacity]:
+    """Return the nodes, on one circuit that leaves this much to their GPUs."""
+    circuit = CircuitBudget(name=name, gpu_watts=gpu_watts)
+    return [
+        replace(
+            supply,
+            circuit=circuit,
+            slots=tuple(replace(each, watts=WATTS.get(each.card, 300)) for each in supply.slots),
+        )
+        for supply in nodes
+    ]
 
 
 def ask(name: str, **parts: Any) -> SchedulingRequest:

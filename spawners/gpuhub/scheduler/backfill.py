@@ -78,6 +78,13 @@ class ProtectionTable:
         for protection in self._protections:
             self._count(protection)
 
+    def copy(self) -> ProtectionTable:
+        """Return a table to which grants can be applied without changing this one."""
+        table = ProtectionTable(self._capacity, self.now, ())
+        for protection in self._protections:
+            table.add(replace(protection, masks=dict(protection.masks), headrooms=dict(protection.headrooms)))
+        return table
+
     def add(self, protection: ProtectedCapacity) -> None:
         self._protections.append(protection)
         self._count(protection)

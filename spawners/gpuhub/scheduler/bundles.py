@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpuhub.scheduler.backfill import PlannedStart, ProtectionTable, plan_start, protect_start
@@ -10,7 +10,6 @@ from gpuhub.scheduler.feasibility import describe_request
 from gpuhub.scheduler.gang_placement import place_request
 from gpuhub.scheduler.indexes.availability_index import CapacityClaim
 from gpuhub.scheduler.indexes.capacity_index import CapacityIndex
-from gpuhub.scheduler.indexes.fit_index import CapacityMask
 from gpuhub.scheduler.interface import Allocation, NodeAllocation, Preemption, SchedulingRequest
 from gpuhub.scheduler.preemption import choose_preemptions
 from gpuhub.scheduler.queue import RequestGroup
@@ -55,7 +54,7 @@ def explain_infeasible(idle: SchedulerState) -> str | None:
     [bundle] = {request.bundle for request in idle.requests.values()}
     members = list_members(str(bundle), idle)
     for count, member in enumerate(members, start=1):
-        if place_members(members[:count], lambda _: None, None, idle.capacity, 0.0) is None:
+        if place_members(members[:count], ProtectionTable(idle.capacity, 0.0, ()), None, idle.capacity) is None:
             return (
                 f"the tasks of the job group never fit at the same time: next to the others there is no room for "
                 f"{describe_request(member.request)}"
@@ -70,24 +69,26 @@ def combine(members: Iterable[BundleMember]) -> SchedulingRequest:
 
 
 def place_members(
-    members: Sequence[BundleMember],
-    find_mask: Callable[[BundleMember], CapacityMask | None],
-    max_gpus: int | None,
-    capacity: CapacityIndex,
-    now: float,
+    members: Sequence[BundleMember], protections: ProtectionTable, max_gpus: int | None, capacity: CapacityIndex
 ) -> dict[str, tuple[NodeAllocation, ...]] | None:
-    """Return where each request goes now, by its id; None if not all of them fit. The capacity stays as it was."""
+    """Return where each request goes now, by its id; None if not all of them fit. Capacity and protections stay as they
+    were.
+    """
+    protections = protections.copy()
     placed: dict[str, tuple[NodeAllocation, ...]] = {}
     for member in members:
         # What the members that follow need at least is kept from an elastic one.
         reserved = sum(other.request.least_size for other in members if other.request.id not in placed)
         reserved -= member.request.least_size
         left = None if max_gpus is None else max_gpus - reserved - sum(map(_count_gpus, placed.values()))
-        found = place_request(member.request, member.indexes.fit_indexes, find_mask(member), left)
+        request, admitted = member.request, member.group.admitted
+        mask = protections.build_mask(request.time_limit_s, admitted)
+        found = place_request(request, member.indexes.fit_indexes, mask, left)
         if found is None:
             break
-        placed[member.request.id] = found
-        capacity.put_allocation(Allocation(request=member.request, node_allocations=found, granted_at=now))
+        placed[request.id] = found
+        protections.apply_grant(request, found, admitted)
+        capacity.put_allocation(Allocation(request=request, node_allocations=found, granted_at=protections.now))
     for request_id in placed:
         capacity.remove_allocation(request_id)
     return placed if len(placed) == len(members) else None

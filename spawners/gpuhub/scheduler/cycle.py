@@ -147,7 +147,7 @@ class SchedulingCycle:
         if not self.headroom.allows(combined.owner, combined):
             return
         placed = place_members(
-            members, self._find_mask, self.headroom.remaining_gpus(combined.owner), self._state.capacity, self.now
+            members, self.protections, self.headroom.remaining_gpus(combined.owner), self._state.capacity
         )
         if placed is not None:
             for member in members:
@@ -157,9 +157,6 @@ class SchedulingCycle:
         else:
             for member in members:
                 self._protect_candidates(member.group, member.request, member.indexes)
-
-    def _find_mask(self, member: BundleMember) -> CapacityMask | None:
-        return self.protections.build_mask(member.request.time_limit_s, member.group.admitted)
 
     def _protect_bundle(self, members: list[BundleMember]) -> None:
         """Plan a moment at which all requests of a bundle start, by preemption if necessary, and protect it."""

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpuhub.common.gpu import GpuRequirement
 from gpuhub.scheduler.interface import Quota, QuotaLimits, SchedulerSnapshot, SchedulingParameters, SchedulingRequest
 from gpuhub.scheduler.scheduler import BuiltinScheduler
-from tests.support.scheduler_snapshots import BIG, HOUR, MIDDLE, NOW, SMALL, WANTS_BIG, ask, hold, nodes
+from tests.support.scheduler_snapshots import (
+    BIG,
+    HOUR,
+    MIDDLE,
+    NOW,
+    SMALL,
+    WANTS_BIG,
+    ask,
+    build_scheduler,
+    hold,
+    node,
+    nodes,
+    on_circuit,
+)
 
 CLUSTER = nodes([BIG], [MIDDLE], [SMALL])
 CARDS = {node.name: [slot.card for slot in node.slots] for node in CLUSTER}
@@ -100,3 +115,30 @@ def test_what_never_fits_together_is_named() -> None:
     assert scheduler.explain_infeasible_bundle(pair, CARDS | {"n3": None}) is None
     pair[1] = ask_together("b", requirement=GpuRequirement(models=("RTX 5060",)))
     assert scheduler.explain_infeasible_bundle(pair, CARDS) is None
+
+
+@pytest.mark.parametrize("resource", ["cpu_milli", "memory_mib"])
+def test_together_they_leave_protected_cpu_and_memory(resource: str) -> None:
+    """Next to the planned start of an earlier request there is room for one of the two, and not for both."""
+    there = [node("n0", BIG, BIG, BIG, BIG, **{resource: 10_000})]
+    held = hold(ask("z", time_limit_s=2 * HOUR, **{resource: 6_000}), there[0].slots[0])
+    pair = [ask_together(name, time_limit_s=None, **{resource: 2_000}) for name in "bc"]
+    scheduler = build_scheduler(there, held, ask("a", **{resource: 8_000}), *pair)
+    assert scheduler.decide(NOW).grants == {}
+    scheduler.remove("z", NOW + HOUR)
+    assert scheduler.decide(NOW + HOUR).grants.keys() == {"a"}
+    short = [ask_together(name, **{resource: 2_000}) for name in "bc"]
+    scheduler = build_scheduler(there, held, ask("a", **{resource: 8_000}), *short)
+    assert scheduler.decide(NOW).grants.keys() == {"b", "c"}
+
+
+def test_together_they_leave_protected_power() -> None:
+    """As CPU and memory: when the first card is released, the circuit still supplies the two of the earlier request."""
+    there = on_circuit(1439, node("n0", BIG), node("n1", BIG), node("n2", SMALL), node("n3", SMALL))
+    held = hold(ask("z", time_limit_s=2 * HOUR), there[0].slots[0])
+    small = GpuRequirement(models=("RTX 5060",))
+    pair = [ask_together(name, time_limit_s=None, requirement=small) for name in "bc"]
+    scheduler = build_scheduler(there, held, ask("a", nodes=2, requirement=WANTS_BIG), *pair)
+    assert scheduler.decide(NOW).grants == {}
+    scheduler.remove("z", NOW + HOUR)
+    assert scheduler.decide(NOW + HOUR).grants.keys() == {"a"}

@@ -9,7 +9,6 @@ import pytest
 
 from gpuhub.common.gpu import GpuRequirement, GpuSpec
 from gpuhub.scheduler.interface import (
-    CircuitBudget,
     CircuitUsage,
     NodeCapacity,
     Reservation,
@@ -29,26 +28,13 @@ from tests.support.scheduler_snapshots import (
     granted_gpus,
     hold,
     node,
+    on_circuit,
     slot,
 )
 
-WATTS = {BIG: 575, MIDDLE: 250, SMALL: 145}
 WANTS_SMALL = GpuRequirement(models=("RTX 5060",))
 MIG = GpuSpec(model="A100 1g.10gb", memory_mib=9856, is_mig=True)
 PREEMPTING = SchedulingParameters(preemption=True)
-
-
-def on_circuit(gpu_watts: int, *nodes: NodeCapacity, name: str = "left") -> list[NodeCapacity]:
-    """Return the nodes, on one circuit that leaves this much to their GPUs."""
-    circuit = CircuitBudget(name=name, gpu_watts=gpu_watts)
-    return [
-        replace(
-            supply,
-            circuit=circuit,
-            slots=tuple(replace(each, watts=WATTS.get(each.card, 300)) for each in supply.slots),
-        )
-        for supply in nodes
-    ]
 
 
 def build_rigs(gpu_watts: int) -> list[NodeCapacity]:
