@@ -137,22 +137,12 @@ class ProtectionTable:
         if not (request.cpu_milli or request.memory_mib):
             return
         for protection in self._protections:
-            nodes = [
-                node_allocation.node for node_allocation in node_allocations if node_allocation.node in protection.masks
-            ]
-            if not nodes or not protection.applies_to(self.now, request.time_limit_s, admitted):
+            if not protection.applies_to(self.now, request.time_limit_s, admitted):
                 continue
-            for node in nodes:
-                node_mask = protection.masks[node]
-                protection.masks[node] = NodeMask(
-                    slots=node_mask.slots,
-                    excludes_node=node_mask.excludes_node,
-                    cpu_milli=None if node_mask.cpu_milli is None else max(0, node_mask.cpu_milli - request.cpu_milli),
-                    memory_mib=None
-                    if node_mask.memory_mib is None
-                    else max(0, node_mask.memory_mib - request.memory_mib),
-                )
-            self._masks.clear()
+            for part in node_allocations:
+                if part.node in protection.masks:
+                    protection.masks[part.node] = _use_spare(protection.masks[part.node], request, part)
+                    self._masks.clear()
 
     def _apply_power(
         self, request: SchedulingRequest, node_allocations: Sequence[NodeAllocation], admitted: Set[str]
@@ -300,6 +290,17 @@ def _plan_spread(
     for _, name, position in gpu_times[:gpus]:
         slots[name] = (*slots.get(name, ()), capacity.nodes[name].capacity.slots[position].uuid)
     return PlannedStart(request=request, starts_at=gpu_times[gpus - 1][0] if gpus else IMMEDIATELY, slots=slots)
+
+
+def _use_spare(mask: NodeMask, request: SchedulingRequest, part: NodeAllocation) -> NodeMask:
+    """Return the mask after a grant, of which a container may be larger than the request needs."""
+    cpu = request.cpu_milli if part.cpu_milli is None else part.cpu_milli
+    memory = request.memory_mib if part.memory_mib is None else part.memory_mib
+    return replace(
+        mask,
+        cpu_milli=None if mask.cpu_milli is None else max(0, mask.cpu_milli - cpu),
+        memory_mib=None if mask.memory_mib is None else max(0, mask.memory_mib - memory),
+    )
 
 
 def _spare_cpu(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpuhub.scheduler.interface import NodeAllocation, NodeCapacity, SchedulingRequest
-from tests.support.scheduler_snapshots import BIG, NOW, SMALL, ask, build_scheduler, hold, node, slot
+from tests.support.scheduler_snapshots import BIG, HOUR, NOW, SMALL, ask, build_scheduler, hold, node, slot
 
 #: 16 cores and 64,000 MiB: three for each of four GPUs and four for a notebook without one.
 SIZES: dict[str, Any] = {
@@ -113,3 +113,14 @@ def test_impossible_size_is_refused_with_what_there_is() -> None:
         "64 CPU cores and 4 GiB of memory was requested; none of the nodes can provide it; containers may have: "
         "n0 16 CPU cores and 62.5 GiB"
     )
+
+
+def test_what_is_granted_counts_next_to_a_planned_start() -> None:
+    """Not what was requested at least: the first notebook without GPU gets all that an earlier request does not need."""
+    held = hold(ask("z", time_limit_s=2 * HOUR, cpu_milli=12000), slot([FOUR], "n0-0"))
+    notebooks = [follow(name, gpus_per_node=0, memory_mib=0, memory_by_gpu=False) for name in "bc"]
+    scheduler = build_scheduler([FOUR], held, ask("a", cpu_milli=12500), *notebooks)
+    grants = scheduler.decide(NOW).grants
+    assert {name: grant.node_allocations[0].cpu_milli for name, grant in grants.items()} == {"b": 3500}
+    scheduler.remove("z", NOW + HOUR)
+    assert scheduler.decide(NOW + HOUR).grants.keys() == {"a"}
