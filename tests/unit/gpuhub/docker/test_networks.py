@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuhub.common import names
-from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NotFound, SetupError
+from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NodeUnreachable, NotFound, SetupError, Unavailable
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker import networks
 from gpuhub.docker.client import CallKind, DockerClients
@@ -176,6 +176,23 @@ async def test_network_that_is_not_allocated_yet_is_waited_for(tmp_path: Path) -
     """Another start has just created it: it is not taken for one of other settings, and removed."""
     network = await ensure_user_network(AllocatingManager(tmp_path), build_cluster(), "gpuhub", "ada")
     assert (network.id, network.subnet) == ("n1", "10.201.8.0/24")
+
+
+class SilentManager(DockerClients):
+    """The node that keeps users' networks does not answer."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([], instance="gpuhub", run_dir=folder)
+
+    async def call(self, node: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        raise NodeUnreachable(f"node {node}: its Docker daemon does not answer in time")
+
+
+async def test_silent_manager_does_not_make_the_own_node_unreachable(tmp_path: Path) -> None:
+    """What starts on another node would be taken for something that may run there."""
+    with pytest.raises(Unavailable, match="nothing can start until two of rig1, rig2 and rig3 do") as raised:
+        await ensure_user_network(SilentManager(tmp_path), build_cluster(), "gpuhub", "ada")
+    assert not isinstance(raised.value, NodeUnreachable)
 
 
 class LaggingManager(DockerClients):
