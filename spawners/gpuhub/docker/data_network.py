@@ -14,7 +14,8 @@ from gpuhub.common.errors import GpuhubError
 from gpuhub.config.machines.data_network import build_hardware_address, map_data_address
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import DockerClients
-from gpuhub.docker.networks import UserNetwork, create_network, inspect_network, remove_outdated
+from gpuhub.docker.network_lifecycle import create_network, inspect_network, remove_outdated
+from gpuhub.docker.networks import UserNetwork
 
 
 async def join_data_network(

@@ -11,22 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.common import names
-from gpuhub.common.errors import Conflict, GpuhubError, NodeSilent, NodeUnreachable, NotFound, SetupError, Unavailable
+from gpuhub.common.errors import GpuhubError, NodeSilent, NodeUnreachable, NotFound, SetupError, Unavailable
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import CallKind, DockerClients
+from gpuhub.docker.network_lifecycle import (
+    SHOWN_DEADLINE_S,
+    build_still_shown,
+    create_network,
+    inspect_network,
+    is_in_use,
+    remove_outdated,
+    wait_until_gone,
+)
 from gpuhub.docker.swarm.managers import ask_manager
 
-#: Longest waits for a removed network to be gone and for another start's network to be shown, for an overlay's subnet,
-#: and for the kernel's answer about a route, seconds.
-_REPLACE_DEADLINE_S = 20.0
+#: Longest waits for an overlay's subnet, and for the kernel's answer about a route, seconds.
 _SUBNET_DEADLINE_S = 10.0
 _ROUTE_DEADLINE_S = 5.0
 #: Time after which no further attempt is made to connect a container to an overlay, and the pause between two, seconds.
 #: For up to 50 s after a network partition a node receives nothing from the leader. Then another may be elected, which
 #: takes up to 20 s, and nodes find it after up to 15 s.
 _JOIN_DEADLINE_S, _JOIN_PAUSE_S = 150.0, 1.0
-#: Docker's texts for a network that a concurrent start creates, and that is not shown yet: an overlay, and a macvlan.
-_CREATED_MEANWHILE = ("name conflicts", "already using parent interface")
 #: Docker's texts for attempts that failed in Swarm.
 _JOIN_FAILURES = ("attaching to network failed", "Could not attach to network")
 #: Size of VXLAN's header in each packet, bytes.
@@ -120,8 +125,8 @@ async def _ensure_current(
             return network
         await remove_outdated(daemons, node, network, f"{owner} has a notebook or job {outdated}")
         # A daemon shows an overlay for some moments after Swarm has removed it.
-        if passed_s > _REPLACE_DEADLINE_S:
-            raise _build_still_shown(node, name)
+        if passed_s > SHOWN_DEADLINE_S:
+            raise build_still_shown(node, name)
         await asyncio.sleep(0.1)
 
 
@@ -196,26 +201,13 @@ async def _remove_idle(daemons: DockerClients, node: str, instance: str, keep_ow
         except NotFound:
             continue
         except GpuhubError as error:
-            if _is_in_use(error):
+            if is_in_use(error):
                 continue
             raise
         removed.append(network)
     for network in removed:
-        await _wait_until_gone(daemons, node, network)
+        await wait_until_gone(daemons, node, network)
     return [str(network["Name"]) for network in removed]
-
-
-async def _wait_until_gone(daemons: DockerClients, node: str, network: Mapping[str, Any]) -> None:
-    """Wait until a daemon no longer shows an overlay that Swarm has removed."""
-    end = asyncio.get_running_loop().time() + _REPLACE_DEADLINE_S
-    while await inspect_network(daemons, node, network["Id"]) is not None:
-        if asyncio.get_running_loop().time() > end:
-            raise _build_still_shown(node, network["Name"])
-        await asyncio.sleep(0.1)
-
-
-def _build_still_shown(node: str, name: str) -> GpuhubError:
-    return GpuhubError(f"Docker on {node} still shows the old network {name} after {_REPLACE_DEADLINE_S:.0f} s")
 
 
 def build_access_network(instance: str, mtu: int) -> dict[str, Any]:
@@ -266,57 +258,6 @@ def _explain_outdated(cluster: ClusterSettings, network: Mapping[str, Any], node
     if is_encrypted == cluster.has_encrypted_overlay:
         return None
     return f"from before network.encrypt was changed, on a network that is {'' if is_encrypted else 'not '}encrypted"
-
-
-async def remove_outdated(daemons: DockerClients, node: str, network: Mapping[str, Any], explanation: str) -> None:
-    """Remove a network that does not fit the settings.
-
-    Raises:
-        Conflict: A container uses it; the text begins with `explanation`.
-    """
-    try:
-        await daemons.call(node, "remove_network", network["Id"])
-    except NotFound:
-        return
-    except GpuhubError as error:
-        if _is_in_use(error):
-            raise Conflict(f"{explanation}: stop it first, then start again") from error
-        # Swarm has removed it, and says so in its own way.
-        if "not found" not in str(error):
-            raise
-
-
-def _is_in_use(error: GpuhubError) -> bool:
-    """Return whether a daemon refused to remove a network because a container on any node is connected."""
-    return "in use" in str(error) or "active endpoints" in str(error)
-
-
-async def create_network(daemons: DockerClients, node: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Create a network, or return the one that a concurrent start has created."""
-    try:
-        # Without this option two bridges may have the same name; overlays never do.
-        await daemons.call(node, "create_network", name, check_duplicate=True, **arguments)
-    except GpuhubError as error:
-        # Daemons' messages differ when a concurrent start was first, so check for the network instead. Swarm knows it
-        # some moments before the daemon does.
-        end = asyncio.get_running_loop().time() + _REPLACE_DEADLINE_S
-        while (existing := await inspect_network(daemons, node, name)) is None:
-            is_passing = any(sign in str(error) for sign in _CREATED_MEANWHILE)
-            if not is_passing or asyncio.get_running_loop().time() > end:
-                raise
-            await asyncio.sleep(0.1)
-        return existing
-    created: dict[str, Any] = await daemons.call(node, "inspect_network", name)
-    return created
-
-
-async def inspect_network(daemons: DockerClients, node: str, name: str) -> dict[str, Any] | None:
-    """Return what the daemon says of a network, or None if it does not exist."""
-    try:
-        network: dict[str, Any] = await daemons.call(node, "inspect_network", name)
-    except NotFound:
-        return None
-    return network
 
 
 def _read_subnet(network: Mapping[str, Any]) -> str | None:
