@@ -157,7 +157,7 @@ def estimate_memory(
         BrokerError: the broker does not answer, and `cards` is not given.
     """
     from gpu_launch import environment
-    from gpu_launch.broker.client import list_cards
+    from gpu_launch.broker.cards import list_cards
     from gpu_launch.prediction import memory_estimate, model_trace
 
     for name, value in (("batch", batch), ("sequence", sequence), ("rank", rank)):

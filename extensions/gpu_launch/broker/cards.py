@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from gpu_launch.broker.client import build_broker
 from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.models import Cluster
+from gpu_launch.environment import Environment
+from gpu_launch.errors import UsageError
 from gpu_launch.prediction.memory_estimate import CardMemory
 
 
@@ -15,4 +18,24 @@ def list_accepted_cards(cluster: Cluster, demand: GpuRequest) -> list[CardMemory
         if not node.guest
         for gpu in node.gpus
         if demand.accepts(gpu)
+    ]
+
+
+def list_cards(env: Environment) -> list[CardMemory]:
+    """Return all GPUs whose memory is known, free or held.
+
+    Raises:
+        UsageError: This server has no broker.
+        BrokerError: It does not answer.
+    """
+    broker = build_broker(env)
+    if broker is None:
+        raise UsageError(
+            'this server has no broker that knows the cards: give their sizes, such as cards=["24G", "12G"]'
+        )
+    return [
+        CardMemory(name=f"{gpu.model} on {gpu.node}", memory_mib=gpu.memory_mib)
+        for node in broker.get_cluster().nodes
+        for gpu in node.gpus
+        if gpu.memory_mib and gpu.state in ("", "free", "held")
     ]

@@ -19,8 +19,7 @@ from gpu_launch.broker.gpu_request import GpuRequest
 from gpu_launch.broker.problems import build_error, name_options
 from gpu_launch.common.client_tls import load_own_tls
 from gpu_launch.environment import Environment
-from gpu_launch.errors import BrokerError, UsageError
-from gpu_launch.prediction.memory_estimate import CardMemory
+from gpu_launch.errors import BrokerError
 
 _QUERY_RETRY_LIMIT_S = 3.0  # seconds that a query of the notebook waits for a broker that restarts
 #: Longest wait for a restart of the broker or the hub, seconds.
@@ -381,23 +380,3 @@ def _quote(text: str) -> str:
 def build_broker(env: Environment) -> BrokerClient | None:
     """Return the client of this server's broker, None if it has no broker."""
     return BrokerClient.for_notebook(env, patience_s=_QUERY_RETRY_LIMIT_S) if env.broker_url and env.token else None
-
-
-def list_cards(env: Environment) -> list[CardMemory]:
-    """Return all GPUs whose memory is known, free or held.
-
-    Raises:
-        UsageError: This server has no broker.
-        BrokerError: It does not answer.
-    """
-    broker = build_broker(env)
-    if broker is None:
-        raise UsageError(
-            'this server has no broker that knows the cards: give their sizes, such as cards=["24G", "12G"]'
-        )
-    return [
-        CardMemory(name=f"{gpu.model} on {gpu.node}", memory_mib=gpu.memory_mib)
-        for node in broker.get_cluster().nodes
-        for gpu in node.gpus
-        if gpu.memory_mib and gpu.state in ("", "free", "held")
-    ]
