@@ -12,7 +12,8 @@ from gpuhub.backends.interface import SchedulingBackend
 from gpuhub.broker_api.schemas import Capabilities, PartitionView
 from gpuhub.common.errors import SettingsError
 from gpuhub.common.paths import Paths
-from gpuhub.config.settings import ClusterSettings, ProfileSettings, find_backends
+from gpuhub.config.backends import find_backends
+from gpuhub.config.settings import ClusterSettings, ProfileSettings
 from gpuhub.config.slurm import find_misplaced_slurm_keys, find_missing_docker
 
 

@@ -14,8 +14,9 @@ from gpuhub.cli.options import cluster_file_option, hub_config_option, instance_
 from gpuhub.common.errors import GpuhubError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
+from gpuhub.config.backends import find_backends
 from gpuhub.config.machines.data_network import DATA_NETWORK_NOTE
-from gpuhub.config.settings import ClusterSettings, find_backends
+from gpuhub.config.settings import ClusterSettings
 
 
 @click.command()

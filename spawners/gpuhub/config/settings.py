@@ -9,8 +9,6 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Protocol, Self, cast
 
@@ -18,6 +16,7 @@ from pydantic import AfterValidator, StringConstraints, ValidationError, model_v
 
 from gpuhub.common import gpu
 from gpuhub.common.errors import SettingsError
+from gpuhub.config.backends import check_backend, find_backends
 from gpuhub.config.base import ListOf, SettingsTable, describe_mistakes
 from gpuhub.config.containers.idle import IdleSettings, find_idle_mistakes
 from gpuhub.config.containers.images import ImageSettings
@@ -70,28 +69,6 @@ __all__ = [
     "UserSettings",
     "load",
 ]
-
-#: Entry points of the scheduling backends, whose names the key `engine` may have.
-BACKEND_GROUP = "gpuhub.scheduling_backends"
-
-
-@cache
-def find_backends() -> Mapping[str, EntryPoint]:
-    """Return the entry points of the installed backends by name, in alphabetical order."""
-    return {found.name: found for found in sorted(entry_points(group=BACKEND_GROUP), key=lambda point: point.name)}
-
-
-def check_backend(name: str) -> str:
-    """Return the name of an installed backend.
-
-    Raises:
-        ValueError: None is installed under this name; the text lists those that are.
-    """
-    installed = find_backends()
-    if name not in installed:
-        known = ", ".join(f'"{other}"' for other in installed)
-        raise ValueError(f'there is no scheduling backend "{name}"; installed are: {known}')
-    return name
 
 
 class ClusterSettings(SettingsTable):

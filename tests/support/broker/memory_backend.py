@@ -17,7 +17,8 @@ from gpuhub.backends.plugin import BackendPlugin, load_plugin
 from gpuhub.broker_api.schemas import Capabilities
 from gpuhub.common.errors import Conflict, SchedulerUnreachable
 from gpuhub.common.paths import Paths
-from gpuhub.config.settings import BACKEND_GROUP, ClusterSettings, find_backends
+from gpuhub.config.backends import BACKEND_GROUP, find_backends
+from gpuhub.config.settings import ClusterSettings
 from gpuhub.domain import lease_states
 from gpuhub.domain.models import LeaseRow
 from gpuhub.domain.scheduler_input import build_request
