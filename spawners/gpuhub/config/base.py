@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -66,6 +67,22 @@ T = TypeVar("T")
 Number = Annotated[float, BeforeValidator(to_float)]
 #: A list in the file, a tuple in the program.
 ListOf = Annotated[tuple[T, ...], BeforeValidator(to_tuple)]
+
+
+def private_network(example: str, prefixes: range = range(8, 33)) -> AfterValidator:
+    """Return the check that a text is a private IPv4 network whose prefix has one of these lengths."""
+
+    def check(text: str) -> str:
+        try:
+            network = ipaddress.IPv4Network(text)
+        except ValueError as error:
+            raise ValueError(f'{text!r} is not an IPv4 network: {error}; write one such as "{example}"') from None
+        if not network.is_private or network.prefixlen not in prefixes:
+            sizes = f"/{prefixes[0]} to /{prefixes[-1]}"
+            raise ValueError(f'{text!r}: a private network of {sizes} is needed, such as "{example}"')
+        return text
+
+    return AfterValidator(check)
 
 
 class SettingsTable(BaseModel):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import StringConstraints, field_validator
 
-from gpuhub.config.base import Port, SettingsTable
+from gpuhub.config.base import Port, SettingsTable, private_network
 from gpuhub.config.machines.nodes import NodeSettings
 
 #: Guests' sshd, on the WireGuard address alone.
@@ -26,7 +26,7 @@ class GuestSettings(SettingsTable):
     #: UDP port of WireGuard on the head node.
     port: Port = 51820
     #: Private network of the guests and the head node, which has its first address; /16 to /29.
-    subnet: str = "10.213.77.0/24"
+    subnet: Annotated[str, private_network("10.213.77.0/24", range(16, 30))] = "10.213.77.0/24"
     #: TCP port at which the head node answers guests, inside the tunnel only.
     service_port: Port = 8012
 
@@ -35,17 +35,6 @@ class GuestSettings(SettingsTable):
     def _endpoint(cls, value: str | None) -> str | None:
         if value is not None and not 0 < int(value.rpartition(":")[2]) < 65536:
             raise ValueError(f'{value!r} has no valid port: write one such as "home.example.org:51820"')
-        return value
-
-    @field_validator("subnet")
-    @classmethod
-    def _subnet(cls, value: str) -> str:
-        try:
-            network = ipaddress.IPv4Network(value)
-        except ValueError as error:
-            raise ValueError(f"{value!r} is not a network: {error}") from None
-        if not network.is_private or not 16 <= network.prefixlen <= 29:
-            raise ValueError(f'{value!r}: a private network of /16 to /29 is needed, such as "10.213.77.0/24"')
         return value
 
     @property

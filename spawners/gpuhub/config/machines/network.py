@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from gpuhub.common.units import Span
-from gpuhub.config.base import HostName, ListOf, Port, SettingsTable
+from gpuhub.config.base import HostName, ListOf, Port, SettingsTable, private_network
 
 
 class HubSettings(SettingsTable):
@@ -158,9 +158,9 @@ class NetworkSettings(SettingsTable):
     #: `auto`: `overlay` with more than one node.
     kind: Literal["auto", "overlay", "bridge"] = "auto"
     #: Private network from which each user's overlay gets a /24 subnet; /22 or larger.
-    overlay_pool: str = "10.201.0.0/16"
+    overlay_pool: Annotated[str, private_network("10.201.0.0/16", range(8, 23))] = "10.201.0.0/16"
     #: Private network of the data addresses, which ranks' containers get where nodes have `data_interface`.
-    data_pool: str = "10.202.0.0/16"
+    data_pool: Annotated[str, private_network("10.202.0.0/16")] = "10.202.0.0/16"
     #: MTU of the network between the nodes, bytes; `auto`: that of the head node's routes to the nodes. Overlays get 50
     #: bytes less, for VXLAN's header.
     mtu: Literal["auto"] | Annotated[int, Field(ge=576, le=9216)] = "auto"
@@ -192,26 +192,4 @@ class NetworkSettings(SettingsTable):
                 raise ValueError(
                     f'{text!r} is not an address or network: {error}; write one like "192.168.1.50"'
                 ) from None
-        return value
-
-    @field_validator("overlay_pool")
-    @classmethod
-    def _pool(cls, value: str) -> str:
-        try:
-            network = ipaddress.ip_network(value)
-        except ValueError as error:
-            raise ValueError(f"{value!r} is not a network: {error}") from None
-        if not network.is_private or network.prefixlen > 22:
-            raise ValueError(f'{value!r}: a private network of /22 or larger is needed, such as "10.201.0.0/16"')
-        return value
-
-    @field_validator("data_pool")
-    @classmethod
-    def _data_pool(cls, value: str) -> str:
-        try:
-            network = ipaddress.IPv4Network(value)
-        except ValueError as error:
-            raise ValueError(f'{value!r} is not an IPv4 network: {error}; write one like "10.202.0.0/16"') from None
-        if not network.is_private:
-            raise ValueError(f'{value!r} is not a private network: write one such as "10.202.0.0/16"')
         return value

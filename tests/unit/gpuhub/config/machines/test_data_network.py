@@ -57,8 +57,10 @@ def test_data_network_is_off_without_interfaces() -> None:
         (("eth1", "eth1"), {"data_pool": "10.202.0.0/20"}, r"smaller than overlay_pool, 10\.201\.0\.0/16"),
         (("eth1", "eth1"), {"data_pool": "10.200.0.0/14"}, "overlaps overlay_pool"),
         (("eth1", "eth1"), {"data_pool": "192.168.0.0/16"}, r"contains 192\.168\.1\.20, the address of a machine"),
-        (("eth1", "eth1"), {"data_pool": "8.8.0.0/16"}, "not a private network"),
+        (("eth1", "eth1"), {"data_pool": "8.8.0.0/16"}, "a private network of /8 to /32 is needed"),
         (("eth1", "eth1"), {"data_pool": "10.202.0.1/16"}, "not an IPv4 network"),
+        (("eth1", "eth1"), {"overlay_pool": "10.201.0.0/23"}, "a private network of /8 to /22 is needed"),
+        (("eth1", "eth1"), {"overlay_pool": "fd00::/8"}, "not an IPv4 network"),
         (('eth1" drop', "eth1"), {}, "data_interface"),
     ],
 )
