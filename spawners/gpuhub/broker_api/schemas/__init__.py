@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gpuhub.broker_api.schemas.cluster import (
-    AccountHours,
     Capabilities,
     CircuitView,
     ClusterView,
@@ -24,8 +23,6 @@ from gpuhub.broker_api.schemas.cluster import (
     QueueEntry,
     ReservationRequest,
     ReservationView,
-    UsageSource,
-    UsageView,
 )
 from gpuhub.broker_api.schemas.costs import CostView, ReportDimension, ReportRow, ReportView
 from gpuhub.broker_api.schemas.jobs import (
@@ -81,6 +78,7 @@ from gpuhub.broker_api.schemas.notifications import (
 )
 from gpuhub.broker_api.schemas.output_shares import OutputShareView, ShareRequest
 from gpuhub.broker_api.schemas.recipes import RecipeView
+from gpuhub.broker_api.schemas.usage import AccountHours, UsageSource, UsageView
 
 __all__ = [
     "AccountHours",

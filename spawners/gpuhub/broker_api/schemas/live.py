@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from gpuhub.broker_api.schemas.cluster import UsageView
 from gpuhub.broker_api.schemas.jobs import JobState
 from gpuhub.broker_api.schemas.leases import LeaseView, WireModel
 from gpuhub.broker_api.schemas.output_shares import OutputShareView
+from gpuhub.broker_api.schemas.usage import UsageView
 
 
 class JobSummaryView(WireModel):
