@@ -51,6 +51,7 @@ from gpuhub.broker.files.user_files import UserFiles
 from gpuhub.broker.metrics.exporter import MetricsExporter
 from gpuhub.broker.operations.admin import AdminOperations
 from gpuhub.broker.operations.bench import BenchOperations
+from gpuhub.broker.operations.cluster import ClusterOperations
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker.operations.live import LiveViews
 from gpuhub.broker.operations.notebook_datasets import LeaseStaging
@@ -219,6 +220,7 @@ def create_app(
             audit_log.close()
 
     operations = BrokerOperations(core, backend, hub)
+    cluster_operations = ClusterOperations(core, backend)
     exporter = MetricsExporter(
         core, backend, read_head_free=read_head_free, read_certificate_ends=read_certificate_ends
     )
@@ -226,10 +228,11 @@ def create_app(
     parts = {
         "core": core,
         "broker": operations,
+        "cluster": cluster_operations,
         "lists": ListRenderer(),
         "costs": CostOperations(core, backend),
         "recipes": RecipeOperations(core.cluster.jobs.recipes),
-        "live_views": LiveViews(core, operations),
+        "live_views": LiveViews(core, operations, cluster_operations),
         "output_shares": ShareOperations(core, files, hub),
         "notebook_shares": NotebookShareOperations(core, files, hub),
         "notifications": NotificationOperations(core, cipher, sender.send),

@@ -14,6 +14,7 @@ from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.lists import ListRenderer
 from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.operations.admin import AdminOperations
+from gpuhub.broker.operations.cluster import ClusterOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker_api.schemas import GroupName, UserName
 from gpuhub.domain.models import Identity
@@ -79,8 +80,13 @@ async def refuse_large_objects(request: Request) -> None:
 
 
 async def get_broker(request: Request) -> BrokerOperations:
-    """Return the app's operations; async, since FastAPI runs other dependencies in a thread."""
+    """Return the operations on leases and jobs; async, since FastAPI runs other dependencies in a thread."""
     return cast("BrokerOperations", request.app.state.broker)
+
+
+async def get_cluster_operations(request: Request) -> ClusterOperations:
+    """Return the operations that show the cluster."""
+    return cast("ClusterOperations", request.app.state.cluster)
 
 
 async def get_admin(request: Request) -> AdminOperations:
@@ -107,6 +113,7 @@ async def hold_list(request: Request, caller: Caller) -> AsyncIterator[ListRende
 Lists = Annotated[ListRenderer, Depends(hold_list)]
 Watch = Annotated[AccessWatch, Depends(get_access_watch)]
 Broker = Annotated[BrokerOperations, Depends(get_broker)]
+Cluster = Annotated[ClusterOperations, Depends(get_cluster_operations)]
 Admin = Annotated[AdminOperations, Depends(get_admin)]
 ResourceId = Annotated[str, Path(max_length=64)]
 After = Annotated[int | None, Query(ge=0, le=MAX_INT, description="Only events after this `seq`")]

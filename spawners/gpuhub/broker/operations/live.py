@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from gpuhub.broker.admission import access
+from gpuhub.broker.operations.cluster import ClusterOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.views import serializers, slices, views
@@ -58,9 +59,10 @@ class _EndedJobs:
 class LiveViews:
     """Builds what live views send."""
 
-    def __init__(self, core: BrokerState, operations: BrokerOperations) -> None:
+    def __init__(self, core: BrokerState, operations: BrokerOperations, cluster: ClusterOperations) -> None:
         self._core = core
         self._operations = operations
+        self._cluster = cluster
         self._streams = access.ConcurrencyLimiter()
 
     def acquire(self, caller: Identity) -> AbstractContextManager[None]:
@@ -84,7 +86,7 @@ class LiveViews:
         """Yield the cluster as JSON, as all users in the caller's groups, or in `groups`, see it."""
         sent = b""
         while True:
-            text = self._operations.shared_cluster_json(replace(caller, groups=frozenset(groups)) if groups else caller)
+            text = self._cluster.shared_cluster_json(replace(caller, groups=frozenset(groups)) if groups else caller)
             content = text.rpartition(_TIME_FIELD)[0]
             if content != sent:
                 sent = content
@@ -141,7 +143,7 @@ class LiveViews:
         leases = tuple(views.view_lease(core, lease) for lease in rows.leases)
         await self._refresh_ended(caller, ended)
         as_user = replace(caller, is_admin=False, any_owner=False)
-        usage = await self._operations.usage(as_user, caller.name) if caller.is_user else []
+        usage = await self._cluster.usage(as_user, caller.name) if caller.is_user else []
         shares = self._select_shares(caller) if caller.is_user else []
         return OwnView(
             leases=leases,
@@ -149,7 +151,7 @@ class LiveViews:
             jobs=(*jobs, *ended.jobs),
             more_jobs=rows.more_jobs,
             usage=usage[0] if usage else None,
-            all_usage=tuple(await self._operations.usage(caller, None)) if caller.is_admin else (),
+            all_usage=tuple(await self._cluster.usage(caller, None)) if caller.is_admin else (),
             shares=tuple(serializers.build_output_share(row, caller.name) for row in shares[:MAX_LISTED_SHARES]),
             more_shares=max(0, len(shares) - MAX_LISTED_SHARES),
             quarantined=tuple(await slices.collect(self._operations.leases(caller, state=LeaseState.QUARANTINED)))

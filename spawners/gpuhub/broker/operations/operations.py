@@ -1,13 +1,12 @@
-"""Operations of the broker for its callers, each one change of the ledger or one view of it.
+"""Operations on leases and jobs, each one change of the ledger or one view of it.
 
 A long poll answers as soon as its lease or job changes, without waking the clients of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 from gpuhub.backends.interface import SchedulingBackend
@@ -22,11 +21,9 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker.views import views
 from gpuhub.broker.views.explanations import PendingExplainer
-from gpuhub.broker.views.views import ClusterViewCache
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,
-    EventView,
     ExtensionRequest,
     GroupRequest,
     JobCheckRequest,
@@ -36,16 +33,12 @@ from gpuhub.broker_api.schemas import (
     LeaseRequest,
     LeaseState,
     LeaseView,
-    NodeView,
     PendingReasonView,
     Purpose,
-    ReservationView,
-    UsageView,
 )
-from gpuhub.common.errors import Conflict, InvalidRequest, NotAllowed
+from gpuhub.common.errors import Conflict, InvalidRequest
 from gpuhub.domain import job_states
 from gpuhub.domain import lease_states as leases
-from gpuhub.domain import reservations as reservation_rules
 from gpuhub.domain.models import Identity, JobRow, LeaseRow
 
 #: Maximum number of jobs in a list that includes ended ones.
@@ -53,7 +46,7 @@ MAX_JOBS = 200
 
 
 class BrokerOperations:
-    """The operations that the HTTP API offers, with the checks of the callers' rights."""
+    """What callers may do with leases and jobs, with the checks of their rights."""
 
     def __init__(self, core: BrokerState, backend: SchedulingBackend, users: UserDirectory) -> None:
         """`users` are the hub's."""
@@ -61,7 +54,6 @@ class BrokerOperations:
         self._backend = backend
         self._users = users
         self._admission = AdmissionController(core, backend.admit)
-        self._cluster_views = ClusterViewCache(core, backend)
         self._streams = access.ConcurrencyLimiter()
         self._explainer = PendingExplainer(core)
 
@@ -329,47 +321,6 @@ class BrokerOperations:
 
         await self._core.ledger.change(edit)
         return await self.job(caller, job_id)
-
-    # -- the cluster ----------------------------------------------------------------------------------------------
-
-    def nodes(self, caller: Identity) -> tuple[NodeView, ...]:
-        """Return all nodes with their GPUs."""
-        return views.view_nodes(self._core, self._backend, caller)
-
-    def cluster_json(self, caller: Identity, groups: Collection[str] = ()) -> bytes:
-        """Return the whole cluster as JSON, which may be some moments old in a large cluster.
-
-        Args:
-            groups: The groups of the user for whom a service asks.
-
-        Raises:
-            NotAllowed: Groups were named by a caller who cannot ask for other users.
-        """
-        if groups and not caller.any_owner:
-            raise NotAllowed(f"{caller.name} may not set the groups of a user")
-        return self._cluster_views.render(replace(caller, groups=frozenset(groups)) if groups else caller)
-
-    def shared_cluster_json(self, caller: Identity) -> bytes:
-        """Return the whole cluster as JSON, as all users in the caller's groups see it."""
-        return self._cluster_views.render_shared(caller)
-
-    async def usage(self, caller: Identity, owner: str | None) -> list[UsageView]:
-        """Return usage and limits: the caller's own, or those of `owner` or all owners for an administrator.
-
-        Raises:
-            NotAllowed: the owner is another user, and the caller is not an administrator.
-        """
-        usage = views.view_usage(self._core, caller, owner)
-        return await self._backend.count_usage(usage, is_everybody=owner is None and caller.sees_all)
-
-    async def events(self, caller: Identity, after: int | None, limit: int) -> Iterator[EventView]:
-        """Return events, oldest first: those about the caller, or all for an administrator."""
-        rows = await self._core.read_events(after, limit, None if caller.sees_all else caller.name)
-        return (views.view_event(row) for row in rows)
-
-    def reservations(self) -> list[ReservationView]:
-        """Return reservations that have not ended."""
-        return [reservation_rules.build_reservation_view(row) for row in self._core.capacity.current_reservations]
 
     async def _wait_state(
         self, caller: Identity, lease_id: str, is_reached: Callable[[LeaseRow], bool], wait_s: float

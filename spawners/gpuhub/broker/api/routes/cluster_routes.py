@@ -13,8 +13,8 @@ from gpuhub.broker.api.auth import Authenticator
 from gpuhub.broker.api.dependencies import (
     API,
     After,
-    Broker,
     Caller,
+    Cluster,
     Lists,
     OfGroups,
     Owner,
@@ -76,18 +76,20 @@ async def root(request: Request) -> RedirectResponse:
 
 
 @api.get("/cluster", response_model=ClusterView, responses=document_problems(422))
-async def get_cluster(caller: Caller, broker: Broker, group: OfGroups = ()) -> Response:
+async def get_cluster(caller: Caller, cluster: Cluster, group: OfGroups = ()) -> Response:
     """Return every node, GPU, profile, waiting request and reservation, as the caller sees them."""
-    return Response(broker.cluster_json(caller, group), media_type="application/json")
+    return Response(cluster.cluster_json(caller, group), media_type="application/json")
 
 
 @api.get("/usage", responses=document_problems(422))
-async def get_usage(caller: Caller, broker: Broker, owner: Owner = None) -> list[UsageView]:
+async def get_usage(caller: Caller, cluster: Cluster, owner: Owner = None) -> list[UsageView]:
     """Return usage and limits: the caller's own, or those of all users or of `owner` for an administrator."""
-    return await broker.usage(caller, owner)
+    return await cluster.usage(caller, owner)
 
 
 @api.get("/events", response_model=list[EventView], responses=document_problems(422, 429))
-async def get_events(caller: Caller, broker: Broker, lists: Lists, after: After = None, limit: Limit = 100) -> Response:
+async def get_events(
+    caller: Caller, cluster: Cluster, lists: Lists, after: After = None, limit: Limit = 100
+) -> Response:
     """Return events, oldest first: those about the caller, or all for an administrator."""
-    return await lists.render(caller, await broker.events(caller, after, limit))
+    return await lists.render(caller, await cluster.events(caller, after, limit))

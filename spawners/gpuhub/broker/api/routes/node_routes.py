@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Path, Request
 
-from gpuhub.broker.api.dependencies import Admin, Broker, Caller, create_router
+from gpuhub.broker.api.dependencies import Admin, Caller, Cluster, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.power import PowerOperations
 from gpuhub.broker_api.schemas import CordonRequest, NodeView, PowerRequest
@@ -25,9 +25,9 @@ api = create_router("nodes")
 
 
 @api.get("/nodes", responses=document_problems(422))
-async def get_nodes(caller: Caller, broker: Broker) -> list[NodeView]:
+async def get_nodes(caller: Caller, cluster: Cluster) -> list[NodeView]:
     """Return every node with its GPUs."""
-    return list(broker.nodes(caller))
+    return list(cluster.nodes(caller))
 
 
 @api.post("/nodes/{name}/cordon", responses=document_problems(404, 413, 422))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import Response
 
-from gpuhub.broker.api.dependencies import Admin, Broker, Caller, ResourceId, create_router
+from gpuhub.broker.api.dependencies import Admin, Caller, Cluster, ResourceId, create_router
 from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker_api.schemas import ReservationRequest, ReservationView
 
@@ -12,9 +12,9 @@ api = create_router("reservations")
 
 
 @api.get("/reservations", responses=document_problems(422))
-async def get_reservations(caller: Caller, broker: Broker) -> list[ReservationView]:
+async def get_reservations(caller: Caller, cluster: Cluster) -> list[ReservationView]:
     """Return all reservations that have not ended."""
-    return broker.reservations()
+    return cluster.reservations()
 
 
 @api.post("/reservations", status_code=201, responses=document_problems(409, 413, 422))

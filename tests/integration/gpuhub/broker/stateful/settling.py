@@ -36,7 +36,7 @@ def heal(world: World, people: People) -> None:
     if not world.is_alive:
         world.start()
     world.life.steps_left = None
-    for reservation in world.broker.reservations():
+    for reservation in world.cluster_operations.reservations():
         world.try_call(world.admin.cancel_reservation(ADMIN, reservation.id))
     for name in world.boxes:
         world.try_call(world.admin.undrain(ADMIN, name))
@@ -85,7 +85,7 @@ def finish_all_work(world: World, people: People) -> list[str]:
     left += [f"container {one.id[-6:]} of {one.lease} still runs" for one in running_containers(world)]
     if world.slurm is not None:
         left += [f"job {job.id} of {job.name} is left" for job in world.slurm.own_jobs()]
-    states = {gpu.uuid: (gpu.state, gpu.message) for node in world.broker.nodes(ADMIN) for gpu in node.gpus}
+    states = {gpu.uuid: (gpu.state, gpu.message) for node in world.cluster_operations.nodes(ADMIN) for gpu in node.gpus}
     return left + [f"{uuid} is {state}: {why}" for uuid, (state, why) in states.items() if state is not GpuState.FREE]
 
 
@@ -156,7 +156,7 @@ def _find_starving_request(world: World) -> list[str]:
     first = core.ledger.snapshot.leases[order[0]]
     rows = core.ledger.snapshot.leases.values()
     closed = {gpu.node for row in rows if row.resources.exclusive for gpu in row.held}
-    nodes = [node for node in world.broker.nodes(ADMIN) if node.name not in closed]
+    nodes = [node for node in world.cluster_operations.nodes(ADMIN) if node.name not in closed]
     free = [gpu for node in nodes for gpu in node.gpus if gpu.state is GpuState.FREE]
     ask = first.resources
     if first.suspension is not None:

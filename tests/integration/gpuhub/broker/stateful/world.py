@@ -22,6 +22,7 @@ from gpuhub.backends.slurm.backend import SlurmBackend
 from gpuhub.broker.app import create_app
 from gpuhub.broker.db.store import Store
 from gpuhub.broker.operations.admin import AdminOperations
+from gpuhub.broker.operations.cluster import ClusterOperations
 from gpuhub.broker.operations.operations import BrokerOperations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.errors import GpuhubError
@@ -208,8 +209,14 @@ class World:
         return core
 
     @property
+    def cluster_operations(self) -> ClusterOperations:
+        """The running broker's operations that show the cluster."""
+        operations: ClusterOperations = self.app.state.cluster
+        return operations
+
+    @property
     def broker(self) -> BrokerOperations:
-        """The running broker's operations."""
+        """The running broker's operations on leases and jobs."""
         broker: BrokerOperations = self.app.state.broker
         return broker
 

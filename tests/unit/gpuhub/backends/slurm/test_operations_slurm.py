@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuhub.broker.operations.cluster import ClusterOperations
 from gpuhub.broker_api.schemas import (
     ActivationRequest,
     ArrayRequest,
@@ -185,5 +186,5 @@ async def test_spawner_submits_the_job_without_docker(site: BrokerEnvironment) -
 async def test_usage_is_counted_by_the_broker_without_accounting(site: BrokerEnvironment) -> None:
     async with site.broker() as harness:
         await granted(harness, site)
-        (usage,) = await harness.broker.usage(ADA, None)
+        (usage,) = await ClusterOperations(harness.core, harness.backend).usage(ADA, None)
         assert (usage.gpus, usage.counted_by) == (1, UsageSource.BROKER)

@@ -108,7 +108,7 @@ async def test_cluster_is_built_once_for_all_viewers(running: Running) -> None:
     views: live.LiveViews = running.app.state.live_views
     for caller in (ADA, BEN, ROOT):
         assert ClusterView.model_validate_json(await anext(views.watch_cluster(caller, ()))).reservations
-    cache: Any = running.app.state.broker._cluster_views
+    cache: Any = running.app.state.cluster._views
     assert set(cache._built) == {None}
 
 
@@ -143,7 +143,7 @@ async def test_a_large_view_is_sent_less_often(running: Running, monkeypatch: py
 
 def test_number_of_streams_is_limited(tmp_path: Path) -> None:
     """For each user; the hub's own have no limit."""
-    views = live.LiveViews(None, None)  # type: ignore[arg-type]
+    views = live.LiveViews(None, None, None)  # type: ignore[arg-type]
     with ExitStack() as stack:
         for _ in range(live.STREAMS.per_owner):
             stack.enter_context(views.acquire(ADA))

@@ -20,7 +20,7 @@ ROOT = Identity(name="root", is_admin=True)
 
 
 def list_holders(running: Running, who: Identity) -> list[str]:
-    nodes: list[dict[str, Any]] = json.loads(running.app.state.broker.cluster_json(who))["nodes"]
+    nodes: list[dict[str, Any]] = json.loads(running.app.state.cluster.cluster_json(who))["nodes"]
     return [gpu["holder"]["owner"] for node in nodes for gpu in node["gpus"] if gpu["holder"]]
 
 
@@ -56,7 +56,7 @@ async def test_cluster_view_applies_the_limits_of_the_caller(tmp_path: Path) -> 
         await broker.request_lease(ADA, LeaseRequest(profile="rtx5090", key="k1"))
 
         def can_start_now(who: Identity) -> bool:
-            profiles = json.loads(broker.cluster_json(who))["profiles"]
+            profiles = json.loads(running.app.state.cluster.cluster_json(who))["profiles"]
             return next(bool(one["starts_now"]) for one in profiles if one["name"] == "rtx5060")
 
         assert (can_start_now(ADA), can_start_now(BEN)) == (False, True)
