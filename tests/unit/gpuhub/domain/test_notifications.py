@@ -103,6 +103,17 @@ def test_each_preemption_is_reported() -> None:
     assert keys == ["preempted:j1:0", "preempted:j1:1"]
 
 
+@pytest.mark.parametrize(
+    ("reason", "body"),
+    [(None, "Others need its GPUs."), ("node rig3: it does not answer", "Node rig3: it does not answer.")],
+)
+def test_preemption_names_its_reason(reason: str | None, body: str) -> None:
+    """Others need the GPUs, or a node does not answer."""
+    running = JOB.evolve(state=JobState.RUNNING)
+    (row,) = list_job_notifications(running, running.evolve(state=JobState.PREEMPTING, reason=reason), 1.0)
+    assert row.body.startswith(f"{body} It may write a checkpoint, waits again,")
+
+
 def test_a_job_that_makes_way_is_reported_when_its_gpu_is_free() -> None:
     """And when it has it again after a while; an attempt that is refused is not."""
     _, active = build_running_job(nodes=1, scavenge=True)
