@@ -130,6 +130,8 @@ class NodeInfo:
     #: Variables for ranks here, chosen from the container and its network (`worker.nccl_env`); the user's take
     #: precedence.
     rank_environ: dict[str, str] = field(default_factory=dict)
+    #: Its GPUs are simulated ones of the practice closet, on which CUDA does not run.
+    is_simulated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from gpu_launch.common import run_folder
 from gpu_launch.common.launch_spec import Channel, LaunchSpec, Membership, NodeInfo, StartMethod
 from gpu_launch.errors import GpuLaunchError, LaunchFailed
+from gpu_launch.launch.mixed_gpus import NO_CUDA, describe_mixed_gpus
 from gpu_launch.launch.request import ValidatedRequest, build_spec, choose_start_method
 from gpu_launch.launch.workers.agent_client import CALL_S
 from gpu_launch.launch.workers.worker_pool import WorkerPool
@@ -169,10 +170,15 @@ class RankStarter:
 
     def _note_method(self, reason: str) -> None:
         text = f"ranks are started by torchrun itself: {reason}"
-        if reason and not self._ranks.attempt:
+        self._note_once(text if reason else "")
+
+    def _note_once(self, text: str) -> None:
+        if text and not self._ranks.attempt:
             self._notes.append(text)
 
     def _build(self, membership: Membership, first: NodeInfo, method: StartMethod, coordinator_port: int) -> LaunchSpec:
+        mixed = describe_mixed_gpus(self._pool.agents.node_infos(membership))
+        self._note_once(mixed)
         return build_spec(
             self._validated,
             self._run,
@@ -184,7 +190,7 @@ class RankStarter:
             method=method,
             channel=self._channel,
             exchange=self._exchange,
-            environ=self._build_environ(),
+            environ={**self._build_environ(), **(NO_CUDA if mixed else {})},
         )
 
     def _fail(self, error: BaseException) -> None:

@@ -37,6 +37,8 @@ _KILL_TIMEOUT_S = 5.0  # seconds until killed ranks must be gone
 _FLUSH_TIMEOUT_S = 5.0  # seconds for the notebook to receive the last output
 _POLL_S = 0.01  # seconds
 _DEBUGGER_S = 0.1  # seconds that a call waits for what a debugger writes
+#: What the practice closet mounts into containers with a simulated GPU.
+SIMULATED_GPUS = Path("/usr/share/nvidia-simulated")
 
 
 @dataclass
@@ -89,6 +91,7 @@ def describe_node() -> NodeInfo:
         interface=interface.name,
         port=network.find_free_port(),
         rank_environ=nccl_env.find_variables(interface.name),
+        is_simulated=SIMULATED_GPUS.exists(),
     )
 
 

@@ -86,6 +86,29 @@ def test_ranks_meet_on_the_data_network(either: Notebook) -> None:
     assert count_ranks(out, "at 127.0.0.9 lo") == 2
 
 
+def test_ranks_on_simulated_and_real_gpus_compute_on_the_cpu(either: Notebook) -> None:
+    """A note says so; the user's own choice of GPUs takes precedence."""
+    either.script("where.py", ALL_REDUCE + "    print('sees', repr(os.environ.get('CUDA_VISIBLE_DEVICES')))\n")
+    launch = either.call("where.py", nnodes=2)
+    code, out, err = either.run(
+        f"""
+        import os
+        from dataclasses import replace
+        from gpu_launch.launch import startup
+        describe = startup.describe_mixed_gpus
+        startup.describe_mixed_gpus = lambda infos: describe(
+            [replace(info, is_simulated=info.node == "rig1") for info in infos]
+        )
+        {launch}
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        {launch}
+        """
+    )
+    assert code == 0, out + err
+    assert (out + err).count("the GPUs of rig1 are simulated, and those of rig2 are real") == 2
+    assert (count_ranks(out, "sees ''"), count_ranks(out, "sees '0'")) == (2, 2)
+
+
 def test_cell_runs_as_a_script_in_the_notebooks_folder(notebook: Notebook) -> None:
     """The cell's body is every rank's script, with imports from the notebook's folder and its own arguments."""
     notebook.script("helper.py", "WORD = 'imported'")
