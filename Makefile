@@ -7,6 +7,8 @@ SHELL := /bin/bash
 ENGINE ?=
 # Empty: this machine's GPUs where it has some, else the practice closet that ran last.
 CLOSET ?=
+# The node of the closet that has this machine's own GPUs. Empty: as chosen last, or none with CLOSET.
+REAL_GPU ?=
 INSTANCE ?= gpuhub
 # 1: Prometheus beside the hub; 0: without it. Empty: if it runs already.
 MONITORING ?=
@@ -22,13 +24,14 @@ VENV := $(CURDIR)/.venv
 export PATH := $(VENV)/bin:$(CURDIR)/spawners/proxy/node_modules/.bin:$(PATH)
 
 .PHONY: help up down install purge status check-cluster setup setup-dev dev lint lint-lab test test-unit test-integration test-acceptance test-slurm \
-  test-faults test-hostile test-fresh test-gpu soak coverage bench references docs dist sbom lock
+  test-faults test-hostile test-fresh test-gpu test-gpu-closet soak coverage bench references docs dist sbom lock
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 20
 
-up: setup ## Install what is needed, build the images, start JupyterHub (CLOSET=practice|house|lab, ENGINE=slurm: simulated nodes; MONITORING=1: Prometheus)
+up: setup ## Install what is needed, build the images, start JupyterHub (CLOSET=practice|house|lab, ENGINE=slurm: simulated nodes; REAL_GPU=rig3: that node has this machine's GPUs; MONITORING=1: Prometheus)
 	@gpuhub up --instance $(INSTANCE) $(if $(ENGINE),--engine $(ENGINE)) $(if $(CLOSET),--closet $(CLOSET)) \
+	  $(if $(REAL_GPU),--real-gpu $(REAL_GPU)) \
 	  $(if $(MONITORING),$(if $(filter 0,$(MONITORING)),--no-monitoring,--monitoring))
 
 down: ## Stop everything that `make up` started
@@ -84,6 +87,9 @@ test-hostile: setup-dev ## Attack the running product from inside a user's conta
 
 test-gpu: setup-dev ## Use the product on real GPUs, and compare with nvidia-smi: CLUSTER=cluster.toml (see tests/gpus/example.toml)
 	@GPUHUB_TEST_CLUSTER="$(CLUSTER)" python -m pytest tests/gpus --durations=5
+
+test-gpu-closet: setup-dev ## Use the practice closet with this machine's GPUs in one node: REAL_GPU=rig2, CLOSET=practice|house|lab
+	@GPUHUB_TEST_REAL_GPU="$(or $(REAL_GPU),rig2)" GPUHUB_TEST_CLOSET="$(or $(CLOSET),practice)" python -m pytest tests/gpus --durations=5
 
 soak: setup-dev ## Use and break the practice closet for HOURS=2, and say whether memory, files, threads or logs grow
 	@python -m tests.soak --hours $(HOURS)

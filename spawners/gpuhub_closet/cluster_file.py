@@ -12,13 +12,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from gpuhub.common.gpu import GpuSpec
 from gpuhub.common.paths import DEFAULT_INSTANCE, Paths
 from gpuhub.config import settings
 from gpuhub_closet.paths import node_paths
 from gpuhub_closet.slurm import slurm_setup
 from gpuhub_closet.topology import ClosetNode, ClosetPlan, SimulatedGpu
 
-NOTICE = "Practice closet: the GPUs are simulated, and training runs on the CPU."
+NOTICE = "Practice closet: the GPUs are simulated, and training runs on the CPU"
 USERS = ("ada", "ben")
 #: Environment variable for tests: how many users there are besides the two, named user01, user02 …
 MORE_USERS = "GPUHUB_CLOSET_USERS"
@@ -47,19 +48,18 @@ def write_cluster_file(plan: ClosetPlan, paths: Paths, backend: str = "builtin")
 def format_cluster(plan: ClosetPlan, paths: Paths, *, cpus: int, backend: str = "builtin") -> str:
     """Return the file's text. Docker refuses a container more than the machine's `cpus`."""
     port, proxy_port = _PORTS.get(plan.instance) or _derive_ports(plan.instance)
-    counts = [Counter(given for card in node.gpus for given in card.grantable_gpus) for node in plan.nodes]
+    cards = {card.model: card for node in plan.nodes for card in node.grantable_gpus}
+    counts = [Counter(card.model for card in node.grantable_gpus) for node in plan.nodes]
     # The most that a node has of each: all of them are a profile. A program uses one MIG device only.
-    most = {
-        card: 1 if " MIG " in card.model else count for card, count in functools.reduce(operator.or_, counts).items()
-    }
-    whole_gpus = [card for node in plan.nodes for card in node.gpus if not card.mig_devices]
+    most = {model: 1 if " MIG " in model else count for model, count in functools.reduce(operator.or_, counts).items()}
+    whole_gpus = [card for node in plan.nodes for card in node.whole_gpus]
     has_slurm = backend == "slurm"
     tables = [
         "# Written by the practice closet at every start: copy it before you change it.",
         *(['engine = "slurm"'] if has_slurm else []),
-        f"notice = {_format_value(NOTICE)}",
+        f"notice = {_format_value(_build_notice(plan))}",
         *(_format_node(node, paths, sleeps=number > 0 and not has_slurm) for number, node in enumerate(plan.nodes)),
-        *(_format_profile(card, count, cpus) for card in most for count in sorted({1, most[card]})),
+        *(_format_profile(cards[model], count, cpus) for model in most for count in sorted({1, most[model]})),
         # Slurm allocates whole GPUs only.
         *(_share_profile(card, cpus) for card in whole_gpus[: 0 if has_slurm else 1]),
         _cpu_profile(cpus),
@@ -75,6 +75,11 @@ def format_cluster(plan: ClosetPlan, paths: Paths, *, cpus: int, backend: str = 
         *([] if plan.instance == DEFAULT_INSTANCE else [_format_table("monitoring", port=port + 1000)]),
     ]
     return "\n\n".join(tables) + "\n"
+
+
+def _build_notice(plan: ClosetPlan) -> str:
+    real = [node.name for node in plan.nodes if node.real_gpus]
+    return NOTICE + (f"; only {real[0]} has this machine's own GPUs." if real else ".")
 
 
 def _scheduling() -> str:
@@ -104,7 +109,7 @@ def _datasets(paths: Paths) -> Path:
 
 
 def _format_node(node: ClosetNode, paths: Paths, *, sleeps: bool) -> str:
-    counts = Counter(given for card in node.gpus for given in card.grantable_gpus)
+    counts = Counter(node.grantable_gpus)
     gpus = ", ".join(
         f'{{ model = {_format_value(card.model)}, memory = "{card.memory_mib}M", count = {count} }}'
         for card, count in counts.items()
@@ -117,6 +122,8 @@ def _format_node(node: ClosetNode, paths: Paths, *, sleeps: bool) -> str:
         # All nodes share this machine; each is simulated with as much as such a machine would have.
         cpus=_NODE_CPUS,
         memory=_NODE_MEMORY,
+        # A user may work at this machine's screen.
+        **({"desktop": True} if node.real_gpus else {}),
     )
     idle = os.environ.get(IDLE)
     power = f"\n{_format_power(node, paths, idle)}" if sleeps and idle else ""
@@ -131,13 +138,15 @@ def _format_power(node: ClosetNode, paths: Paths, idle: str) -> str:
     return f"power = {{ on = {on}, off = {off}, idle = {_format_value(idle)} }}"
 
 
-def _format_profile(card: SimulatedGpu, count: int, cpus: int) -> str:
-    name = re.sub(r"[^a-z0-9]", "", card.model.partition("-")[0].lower())
+def _format_profile(card: SimulatedGpu | GpuSpec, count: int, cpus: int) -> str:
+    is_simulated = isinstance(card, SimulatedGpu)
+    name = re.sub(r"[^a-z0-9]", "", (card.model.partition("-")[0] if is_simulated else card.model).lower())[:28]
     return _format_table(
         "[profiles]",
         name=f"{name}x{count}" if count > 1 else name,
         title=f"{count} × {card.model}" if count > 1 else card.model,
-        description=f"{round(card.memory_mib / 1024)} GB{' each' if count > 1 else ''} (simulated)",
+        description=f"{round(card.memory_mib / 1024)} GB{' each' if count > 1 else ''}"
+        f" ({'simulated' if is_simulated else 'real'})",
         gpu_model=card.model,
         gpu_count=count,
         cpus=min(2, cpus),
@@ -146,7 +155,7 @@ def _format_profile(card: SimulatedGpu, count: int, cpus: int) -> str:
     )
 
 
-def _share_profile(card: SimulatedGpu, cpus: int) -> str:
+def _share_profile(card: SimulatedGpu | GpuSpec, cpus: int) -> str:
     return _format_table(
         "[profiles]",
         name="part",

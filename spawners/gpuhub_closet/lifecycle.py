@@ -16,7 +16,7 @@ import requests
 from gpuhub.common.errors import SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.common.required_programs import find_missing_packages
-from gpuhub_closet import docker_daemons, driver, gpu_state, network
+from gpuhub_closet import docker_daemons, driver, gpu_state, network, real_gpus
 from gpuhub_closet.paths import cgroup_name, node_paths, run_folder
 from gpuhub_closet.slurm import slurm_daemons
 from gpuhub_closet.topology import ClosetNode, ClosetPlan
@@ -29,7 +29,7 @@ def prepare_closet(plan: ClosetPlan, paths: Paths) -> None:
     """Make everything except the daemons: network, driver, GPUs, hooks; safe to call again at any time.
 
     Raises:
-        SetupError: The caller is not root, or a program is not installed.
+        SetupError: The caller is not root, a program is not installed, or a file of Docker's settings is broken.
     """
     _check_machine()
     compiled = driver.ensure_driver(paths)
@@ -38,10 +38,14 @@ def prepare_closet(plan: ClosetPlan, paths: Paths) -> None:
         files.run.mkdir(parents=True, exist_ok=True)
         files.docker_settings.mkdir(mode=0o700, parents=True, exist_ok=True)
         # With CDI, newer Docker Engines prefer the machine's own GPUs to the node's hook.
-        daemon = {"dns": [str(plan.head)], "features": {"cdi": False}}
-        files.daemon_file.write_text(json.dumps(daemon) + "\n")
+        toolkit = real_gpus.read_daemon_settings() if node.real_gpus else {"features": {"cdi": False}}
+        files.daemon_file.write_text(json.dumps({"dns": [str(plan.head)], **toolkit}) + "\n")
         gpu_state.ensure_gpus(plan, node, paths)
-        driver.install_hook(files, compiled)
+        if node.real_gpus:
+            # The daemon finds NVIDIA's own hook on the rest of its PATH.
+            shutil.rmtree(files.toolkit, ignore_errors=True)
+        else:
+            driver.install_hook(files, compiled)
     run_folder(paths).chmod(0o755)
     network.ensure_network(plan)
     network.ensure_dns(plan, paths)

@@ -93,6 +93,11 @@ def layout_file(paths: Paths) -> Path:
     return paths.closet / "layout"
 
 
+def real_gpu_file(paths: Paths) -> Path:
+    """Return the file with the node that has this machine's own GPUs, and with these."""
+    return paths.closet / "real-gpu.json"
+
+
 def slurm_folder(paths: Paths) -> Path:
     """Return the folder of the closet's Slurm: settings, sockets and queue. Users can reach it."""
     return paths.closet / "slurm"

@@ -33,8 +33,10 @@ class PracticeCloset:
             else None
         )
 
-    def write_cluster_file(self, paths: Paths, backend: str, variant: str | None, *, is_running: bool) -> Path:
-        plan = layouts.choose_layout(paths, variant, is_running=is_running)
+    def write_cluster_file(
+        self, paths: Paths, backend: str, variant: str | None, *, real_gpu: str | None = None, is_running: bool
+    ) -> Path:
+        plan = layouts.choose_layout(paths, variant, real_gpu=real_gpu, is_running=is_running)
         return cluster_file.write_cluster_file(plan, paths, backend)
 
     def start(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpuhub.common.errors import SettingsError
+from gpuhub.common.gpu import GpuSpec
 
 #: Interface names hold 15 characters: an instance of 8, a dash, and a node of 6.
 MAX_NODE_NAME = 6
@@ -16,6 +17,8 @@ FIRST_NODE_OFFSET = 11
 #: Each node has its own /16 for its local bridges, 172.21.0.0/16 to 172.30.0.0/16.
 MAX_NODES = 10
 FIRST_POOL = 21
+#: Ends the model of a simulated GPU where a real GPU has the same one: profiles choose by the model.
+SIMULATED = " simulated"
 
 _SUBNETS = {"gpuhub": "10.77.0.0/24", "ghtest": "10.87.0.0/24"}
 _POWER_LIMITS_W = {"RTX 5090": 575, "RTX 5070": 250, "RTX 5060": 145, "A100-SXM4-80GB": 400}
@@ -60,7 +63,7 @@ class SimulatedGpu:
     @property
     def power_limit_w(self) -> int:
         """Watts."""
-        return _POWER_LIMITS_W.get(self.model, 300)
+        return _POWER_LIMITS_W.get(self.model.removesuffix(SIMULATED), 300)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,18 @@ class ClosetNode:
     name: str
     gpus: tuple[SimulatedGpu, ...]
     address: ipaddress.IPv4Address
+    #: This machine's own GPUs, which the node has in place of simulated ones; usually none.
+    real_gpus: tuple[GpuSpec, ...] = ()
+
+    @property
+    def grantable_gpus(self) -> tuple[SimulatedGpu | GpuSpec, ...]:
+        """The units of a lease."""
+        return self.real_gpus or tuple(unit for gpu in self.gpus for unit in gpu.grantable_gpus)
+
+    @property
+    def whole_gpus(self) -> tuple[SimulatedGpu | GpuSpec, ...]:
+        """The GPUs without MIG mode."""
+        return self.real_gpus or tuple(gpu for gpu in self.gpus if not gpu.mig_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,12 @@ from gpuhub.config.settings import ClusterSettings
     help="The practice closet, also where this machine has GPUs: practice (three nodes), house (five) or lab (three "
     "with four GPUs each); default: the one that runs or ran last.",
 )
+@click.option(
+    "--real-gpu",
+    metavar="NODE",
+    help="The node of the practice closet, such as rig3, that has this machine's own GPUs in place of simulated ones; "
+    "default: as chosen last, or none with --closet.",
+)
 @click.option("--refresh", is_flag=True, help="Build all images again, with Debian's current packages.")
 @click.option(
     "--monitoring/--no-monitoring",
@@ -47,12 +53,20 @@ def up(
     *,
     engine: str | None,
     closet: str | None,
+    real_gpu: str | None,
     refresh: bool,
     monitoring: bool | None,
 ) -> None:
     """Start everything; safe to call again."""
     start_instance(
-        paths, cluster_file, hub_config, engine=engine, closet=closet, refresh=refresh, monitoring=monitoring
+        paths,
+        cluster_file,
+        hub_config,
+        engine=engine,
+        closet=closet,
+        real_gpu=real_gpu,
+        refresh=refresh,
+        monitoring=monitoring,
     )
 
 
@@ -63,6 +77,7 @@ def start_instance(
     *,
     engine: str | None = None,
     closet: str | None = None,
+    real_gpu: str | None = None,
     refresh: bool = False,
     monitoring: bool | None = None,
 ) -> None:
@@ -79,6 +94,7 @@ def start_instance(
         source=hub_config.resolve().parent,
         engine=engine,
         closet=closet,
+        real_gpu=real_gpu,
         refresh=refresh,
         monitoring=monitoring,
     )

@@ -61,7 +61,7 @@ def _build_node(node: ClosetNode) -> SlurmNodeConfig:
     return SlurmNodeConfig(
         name=node.name,
         address=str(node.address),
-        gpus=tuple(SlurmSettings().gpu_type(card.model) for card in node.gpus if not card.mig_devices),
+        gpus=tuple(SlurmSettings().gpu_type(card.model) for card in node.whole_gpus),
         cpus=NODE_CPUS,
         memory_mib=NODE_MEMORY_MIB,
     )

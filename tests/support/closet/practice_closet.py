@@ -136,5 +136,8 @@ def set_outsiders(paths: Paths, node: ClosetNode | str, index: int, processes: t
 def _live_file(paths: Paths, node: ClosetNode | str, index: int) -> Path:
     file = node_paths(paths, node).gpus / str(index) / "live"
     if not file.exists():
-        raise NotFound(f"GPU {index} of closet node {node_paths(paths, node).run.name} does not exist: is the node up?")
+        raise NotFound(
+            f"closet node {node_paths(paths, node).run.name} has no simulated GPU {index}: its GPUs are real, or it is "
+            "not up"
+        )
     return file

@@ -50,31 +50,38 @@ class ClusterChoice:
 
 
 def choose_cluster(
-    paths: Paths, settings_file: Path, *, variant: str | None = None, is_provider_running: bool = False
+    paths: Paths,
+    settings_file: Path,
+    *,
+    variant: str | None = None,
+    real_gpu: str | None = None,
+    is_provider_running: bool = False,
 ) -> ClusterChoice:
     """Return `settings_file` if it exists; else this machine if it has a GPU; else the provider's nodes.
 
     Args:
         variant: `make up CLOSET=…`: the provider's nodes also where this machine has a GPU; None where it is not set.
+        real_gpu: `make up REAL_GPU=…`: the provider's node that gets this machine's GPUs; None where it is not set.
         is_provider_running: The provider's nodes run already, and stay until `make down`.
 
     Raises:
         SettingsError: The provider's nodes are asked for, and there is a file of settings.
         SetupError: This machine has a GPU that Docker cannot pass on.
     """
+    requested = {"CLOSET": variant, "REAL_GPU": real_gpu}
+    words = " ".join(f"{name}={value}" for name, value in requested.items() if value is not None)
     if settings_file.exists():
-        if variant is not None:
+        if words:
             raise SettingsError(
-                f"CLOSET={variant} is for the practice closet, and {settings_file} describes other nodes: move it away"
+                f"{words} is for the practice closet, and {settings_file} describes other nodes: move it away"
             )
         return ClusterChoice(origin=ClusterOrigin.SETTINGS, cluster_file=settings_file.resolve())
-    if variant is not None or is_provider_running:
+    if words or is_provider_running:
         return ClusterChoice(origin=ClusterOrigin.PROVIDER, cluster_file=paths.closet_cluster_file)
     cards = find_local_gpus()
     if not cards:
         return ClusterChoice(origin=ClusterOrigin.PROVIDER, cluster_file=paths.closet_cluster_file)
-    if shutil.which("nvidia-container-runtime-hook") is None and shutil.which("nvidia-ctk") is None:
-        raise SetupError(_TOOLKIT_HINT)
+    check_toolkit()
     file = paths.state / "this-machine.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(build_single_node(cards), encoding="utf-8")
@@ -115,6 +122,16 @@ def check_requested_engine(choice: ClusterChoice, configured: str, requested: st
     raise SettingsError(
         f'{choice.cluster_file} is for engine = "{configured}": to use ENGINE={requested}, change it there'
     )
+
+
+def check_toolkit() -> None:
+    """Check that NVIDIA's container toolkit is installed.
+
+    Raises:
+        SetupError: It is not.
+    """
+    if shutil.which("nvidia-container-runtime-hook") is None and shutil.which("nvidia-ctk") is None:
+        raise SetupError(_TOOLKIT_HINT)
 
 
 def find_local_gpus() -> list[gpu.GpuSpec]:
@@ -177,15 +194,18 @@ class ClusterProvider(Protocol):
     def find_running_backend(self, supervised: Collection[str]) -> str | None:
         """Return the backend that the provider's programs among the supervised ones run; None if none of them is."""
 
-    def write_cluster_file(self, paths: Paths, backend: str, variant: str | None, *, is_running: bool) -> Path:
+    def write_cluster_file(
+        self, paths: Paths, backend: str, variant: str | None, *, real_gpu: str | None = None, is_running: bool
+    ) -> Path:
         """Write the settings of the nodes for this backend, and return the file.
 
         Args:
             variant: Which of the provider's clusters; None for the last one, or the usual one at first.
+            real_gpu: The node that gets this machine's own GPUs; None: as chosen last, or none with another `variant`.
             is_running: Whether the nodes run, so that they cannot become others.
 
         Raises:
-            GpuhubError: There is no such cluster, or another one runs.
+            GpuhubError: There is no such cluster or node, another one runs, or this machine has no GPUs to give.
         """
 
     def start(

@@ -53,6 +53,8 @@ class StartupOptions:
     engine: str | None = None
     #: Which of the provider's clusters; None for the last one, where it is not this machine's own GPUs.
     closet: str | None = None
+    #: The provider's node that gets this machine's own GPUs; None: as chosen last, or none with another `closet`.
+    real_gpu: str | None = None
     #: Build all images again, with Debian's current packages.
     refresh: bool = False
     #: Whether Prometheus runs beside the hub; None: as chosen last.
@@ -74,12 +76,18 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     provider = find_provider()
     running = provider.find_running_backend(supervisor.states()) if provider and supervisor.is_running() else None
     chosen = cluster_choice.choose_cluster(
-        paths, options.settings_file, variant=options.closet, is_provider_running=running is not None
+        paths,
+        options.settings_file,
+        variant=options.closet,
+        real_gpu=options.real_gpu,
+        is_provider_running=running is not None,
     )
     if chosen.origin is cluster_choice.ClusterOrigin.PROVIDER:
         provider = _require_provider(provider)
         engine = cluster_choice.choose_engine(options.engine, running)
-        provider.write_cluster_file(paths, engine, options.closet, is_running=running is not None)
+        provider.write_cluster_file(
+            paths, engine, options.closet, real_gpu=options.real_gpu, is_running=running is not None
+        )
     else:
         provider = None
     cluster = settings.load(chosen.cluster_file)

@@ -31,7 +31,8 @@ def test_practice_closet_on_a_machine_with_a_gpu(paths: Paths, tmp_path: Path) -
     """Where it is asked for; and where it runs, until it is stopped."""
     asked = choose_cluster(paths, tmp_path / "cluster.toml", variant="house")
     running = choose_cluster(paths, tmp_path / "cluster.toml", is_provider_running=True)
-    assert asked == running
+    with_gpu = choose_cluster(paths, tmp_path / "cluster.toml", real_gpu="rig3")
+    assert asked == running == with_gpu
     assert asked.origin is ClusterOrigin.PROVIDER
 
 
@@ -41,4 +42,6 @@ def test_practice_closet_beside_a_cluster_file_is_refused(paths: Paths, tmp_path
     file.touch()
     with pytest.raises(SettingsError, match=f"CLOSET=lab is for the practice closet, and {file} describes other nodes"):
         choose_cluster(paths, file, variant="lab")
+    with pytest.raises(SettingsError, match="CLOSET=lab REAL_GPU=rig3 is for the practice closet"):
+        choose_cluster(paths, file, variant="lab", real_gpu="rig3")
     assert choose_cluster(paths, file).origin is ClusterOrigin.SETTINGS
