@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,11 @@ import pytest
 from docker.models.containers import Container
 from docker.types import DeviceRequest, IPAMConfig, IPAMPool
 
+from gpuhub.common.gpu import GpuSpec
 from gpuhub.nodes import agent_container
 from gpuhub.nodes.agent_container import agent_script, build_container, build_host_config, find_last_line
 from gpuhub.nodes.status import AgentReading, GpuProcess
-from gpuhub_closet import docker_daemons, gpu_state, lifecycle, network, shell
+from gpuhub_closet import docker_daemons, gpu_state, lifecycle, network, real_gpus, shell
 from gpuhub_closet.paths import node_paths
 from gpuhub_closet.topology import ClosetNode, SimulatedGpu, SimulatedMigDevice, mig_uuid
 from tests.support.closet import practice_closet
@@ -200,6 +202,45 @@ def test_agent_reports_faults_foreign_processes_and_machine_identity(closet, tin
         finally:
             practice_closet.set_gpu_load(closet.paths, "rig1", 0, gpu_state.GpuLoad())
         assert reads(lambda reading: reading.error is None).gpus[0].uuid == uuid
+
+
+@contextmanager
+def machines_toolkit(folder: Path) -> Iterator[None]:
+    """Stand-ins for NVIDIA's toolkit on the machine: a hook and a default runtime, which write what they are called with."""
+    hook, runtime = folder / "nvidia-container-runtime-hook", folder / "runtime"
+    hook.write_text(f'#!/bin/sh\necho "$@" >> {folder}/hooked\n')
+    runtime.write_text(f'#!/bin/sh\necho "$@" >> {folder}/ran\nexec runc "$@"\n')
+    (folder / "daemon.json").write_text(
+        json.dumps({"runtimes": {"gpus": {"path": str(runtime)}}, "default-runtime": "gpus"})
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real_gpus, "MACHINE_DAEMON_FILE", folder / "daemon.json")
+        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        for file in (hook, runtime):
+            file.chmod(0o755)
+        yield
+
+
+def test_node_with_real_gpus_uses_the_machines_toolkit(closet, tiny_image, tmp_path):
+    """Its daemon calls the machine's hook and runtime, and nothing simulated is in the containers."""
+    node = closet.plan.node("rig3")
+    changed = replace(node, gpus=(), real_gpus=(GpuSpec(model="RTX 5060", memory_mib=8151),))
+    plan = replace(closet.plan, nodes=(*closet.plan.nodes[:2], changed))
+    script = "ls /usr/bin/nvidia-smi /dev/nvidia* /usr/share/nvidia-simulated 2>/dev/null; echo $NVIDIA_VISIBLE_DEVICES"
+    docker_daemons.stop_daemons(closet.plan, [node])
+    try:
+        with machines_toolkit(tmp_path):
+            practice_closet.ensure_up(plan, closet.paths)
+            with closing(closet.client("rig3")) as rig3:
+                assert run(rig3, tiny_image, "sh", "-c", script, device_requests=request("GPU-1")) == "GPU-1"
+    finally:
+        docker_daemons.stop_daemons(closet.plan, [node])
+        practice_closet.ensure_up(closet.plan, closet.paths)
+    assert "prestart" in (tmp_path / "hooked").read_text()
+    assert " create " in (tmp_path / "ran").read_text()
+    with closing(closet.client("rig3")) as rig3:
+        [uuid] = closet.plan.gpu_uuids(node)
+        assert uuid in run(rig3, tiny_image, "nvidia-smi", "-L", device_requests=request(uuid))
 
 
 def test_container_cannot_change_a_gpu(rig1, tiny_image, uuid):
