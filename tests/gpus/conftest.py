@@ -1,4 +1,7 @@
-"""gpuhub on the machines of a cluster.toml that have real GPUs, driven through the hub's address without a browser."""
+"""gpuhub on real GPUs, driven through the hub's address without a browser.
+
+They are in the machines of a cluster.toml or, for test_closet_node.py, in a node of the practice closet.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,15 +26,21 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import DockerClients
+from gpuhub_closet import layouts, lifecycle
 from tests.support.broker.metrics import Metrics
+from tests.support.closet import practice_closet
+from tests.support.closet.practice_closet import Closet
 from tests.support.hub.kernel_client import Kernel, open_kernel
 from tests.support.hub.users import Client, log_in
-from tests.support.product import wait_for
+from tests.support.product import CLOSET, wait_for
 
 INSTANCE = os.environ.get("GPUHUB_TEST_INSTANCE", "ghgpu")
 ROOT = Path(__file__).parents[2]
-#: The three users who have to be in `[users] allowed`, with `login = "password"`.
-USERS = ("ada", "ben", "eve")
+#: The node of the practice closet that has this machine's GPUs; empty for the machines of a cluster.toml.
+REAL_GPU = os.environ.get("GPUHUB_TEST_REAL_GPU", "")
+#: The three users who have to be in `[users] allowed`, with `login = "password"`; or those of the practice closet.
+USERS = ("ada", "ben") if REAL_GPU else ("ada", "ben", "eve")
+collect_ignore = ["test_product.py" if REAL_GPU else "test_closet_node.py"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +55,8 @@ class Gpus:
 
     def view(self) -> dict[str, Any]:
         """Return the broker's view of the cluster, as an ordinary user gets it."""
-        status, view = self.users["eve"].ask(self.users["eve"].broker, "GET", "/cluster")
+        user = self.users[USERS[-1]]
+        status, view = user.ask(user.broker, "GET", "/cluster")
         assert status == 200, view
         assert isinstance(view, dict)
         return view
@@ -106,7 +116,7 @@ def gpuhub(*words: str | Path) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -116,17 +126,9 @@ def gpuhub(*words: str | Path) -> str:
 @pytest.fixture(scope="session")
 def product() -> Iterator[Gpus]:
     """Bring gpuhub up on the cluster, and down at the end."""
-    name = os.environ.get("GPUHUB_TEST_CLUSTER")
-    assert name, "name your cluster.toml: make test-gpu CLUSTER=cluster.toml"
-    file = Path(name).resolve()
-    cluster = settings.load(file)
-    assert cluster.hub.bind == "127.0.0.1", f"these tests use the hub on this machine alone: bind = {cluster.hub.bind}"
-    assert cluster.users.login == "password", (
-        f"[users] login = {cluster.users.login!r}, but these tests need 'password'"
-    )
     with ExitStack() as stack:
-        stack.callback(gpuhub, "down", "--cluster-file", file)
-        gpuhub("up", "--cluster-file", file)
+        file = _start_closet(stack) if REAL_GPU else _start_cluster(stack)
+        cluster = settings.load(file)
         address = f"http://127.0.0.1:{cluster.hub.port}"
         password = secrets.read_secret(Paths(INSTANCE), secrets.USER_PASSWORD)
         users = {name: log_in(address, name, password) for name in USERS}
@@ -137,6 +139,52 @@ def product() -> Iterator[Gpus]:
         found = Gpus(file=file, cluster=cluster, address=address, users=users, daemons=daemons)
         wait_for(lambda: len(found.gpus()) > 0, "the broker knows GPUs", 60)
         yield found
+
+
+def _start_cluster(stack: ExitStack) -> Path:
+    name = os.environ.get("GPUHUB_TEST_CLUSTER")
+    assert name, "name your cluster.toml: make test-gpu CLUSTER=cluster.toml"
+    file = Path(name).resolve()
+    cluster = settings.load(file)
+    assert cluster.hub.bind == "127.0.0.1", f"these tests use the hub on this machine alone: bind = {cluster.hub.bind}"
+    assert cluster.users.login == "password", (
+        f"[users] login = {cluster.users.login!r}, but these tests need 'password'"
+    )
+    stack.callback(gpuhub, "down", "--cluster-file", file)
+    gpuhub("up", "--cluster-file", file)
+    return file
+
+
+def _start_closet(stack: ExitStack) -> Path:
+    if archive := os.environ.get("GPUHUB_TEST_IMAGES"):
+        _load_images(Path(archive))
+    stack.callback(_stop_closet)
+    gpuhub("up", "--closet", CLOSET, "--real-gpu", REAL_GPU)
+    return Paths(INSTANCE).closet_cluster_file
+
+
+def _load_images(archive: Path) -> None:
+    """Give the closet's node that builds images those of an archive of `docker save`, while gpuhub does not run."""
+    plan, paths = layouts.build_plan(INSTANCE, CLOSET), Paths(INSTANCE)
+    one_node = replace(plan, nodes=plan.nodes[:1])
+    practice_closet.ensure_up(one_node, paths)
+    try:
+        with closing(Closet(one_node, paths, Path()).client(plan.nodes[0])) as client, archive.open("rb") as content:
+            client.images.load(content)
+    finally:
+        lifecycle.ensure_down(plan, paths)
+
+
+def _stop_closet() -> None:
+    """Stop gpuhub and the closet, and check that nothing is left on this machine and on its GPUs."""
+    gpuhub("down")
+    assert lifecycle.find_leftovers(layouts.build_plan(INSTANCE, CLOSET), Paths(INSTANCE)) == []
+    assert run_nvidia_smi("--query-compute-apps=pid", "--format=csv,noheader") == []
+
+
+def run_nvidia_smi(*arguments: str) -> list[str]:
+    """Return the lines that this machine's own nvidia-smi writes."""
+    return subprocess.check_output(["nvidia-smi", *arguments], text=True).splitlines()
 
 
 @dataclass(frozen=True, kw_only=True)
