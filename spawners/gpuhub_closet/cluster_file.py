@@ -28,8 +28,8 @@ SLURM_API = "GPUHUB_CLOSET_SLURM_API"
 #: Environment variable: the time without work, such as `2m`, after which all nodes but the first go to sleep, which
 #: stops their daemons. Without it, they stay on.
 IDLE = "GPUHUB_CLOSET_IDLE"
-#: CPU cores and memory of each simulated node, whatever this machine has.
-_NODE_CPUS, _NODE_MEMORY = 32, "128G"
+#: CPU cores and memory of each simulated node, whatever this machine has: three of them have room for fifty notebooks.
+_NODE_CPUS, _NODE_MEMORY = 40, "128G"
 #: Ports of hub and proxy API of the two usual instances; others, which may run next to them, get a pair from 18100 on.
 _PORTS = {DEFAULT_INSTANCE: (8000, 8001), "ghtest": (18000, 18001)}
 

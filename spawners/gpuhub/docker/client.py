@@ -37,8 +37,8 @@ _THREADS = 4
 _LONG_THREADS = 2
 #: For loading, saving and pulling images.
 LONG_TIMEOUT_S = 1800.0
-#: For what Docker asks its Swarm, for which it waits 20 s.
-_SWARM_TIMEOUT_S = 25.0
+#: For what Docker asks its Swarm, for which it waits 20 s, and for mounts where many containers start at once.
+_PATIENT_TIMEOUT_S = 25.0
 #: While a daemon manages a Swarm without a leader, it answers these after 20 s.
 _SWARM_METHODS = ("info",)
 
@@ -67,7 +67,7 @@ class CallKind(Enum):
         """Return the time limit of a call, where that of short ones is `short_s`; seconds."""
         if self is CallKind.LONG:
             return LONG_TIMEOUT_S
-        return max(short_s, _SWARM_TIMEOUT_S) if self is CallKind.SWARM else short_s
+        return max(short_s, _PATIENT_TIMEOUT_S) if self in (CallKind.SWARM, CallKind.MOUNTING) else short_s
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import pytest
 from gpuhub.common.errors import NodeUnreachable
 from gpuhub.config.settings import NodeSettings
 from gpuhub.docker import client as docker_client
-from gpuhub.docker.client import DockerClients
+from gpuhub.docker.client import CallKind, DockerClients
 from gpuhub.docker.exec_session import start_exec
 
 
@@ -31,6 +31,16 @@ def test_node_without_docker_is_not_this_machine(tmp_path: Path, monkeypatch: py
         asyncio.run(clients.call("rig1", "containers"))
     clients.close()
     assert urls == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [(CallKind.SHORT, 10.0), (CallKind.EXEC, 10.0), (CallKind.SWARM, 25.0), (CallKind.MOUNTING, 25.0)],
+)
+def test_calls_that_wait_for_others_have_more_time(kind: CallKind, seconds: float) -> None:
+    """A Swarm without a leader answers after 20 s, and so may a start among many."""
+    assert kind.choose_timeout(10.0) == seconds
+    assert kind.choose_timeout(60.0) == 60.0
 
 
 class SlowExecs:
