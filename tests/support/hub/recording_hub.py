@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jupyterhub import __version__
 
 from gpuhub import hub_config
-from gpuhub.common.errors import NodeUnreachable
+from gpuhub.common.errors import Unavailable
 from gpuhub.spawners.docker.spawner import GpuDockerSpawner
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Recording(GpuDockerSpawner):
     async def _start(self) -> tuple[str, int]:
         try:
             return await super()._start()
-        except NodeUnreachable:
+        except Unavailable:
             self._answering = await asyncio.start_server(answer, "127.0.0.1", 0)
         file = Path(os.environ["RECORDED"]) / f"{self.user.name}-{self.name}.json"
         file.write_text(json.dumps(self.get_env()), encoding="utf-8")
