@@ -248,7 +248,8 @@ def test_instances_wait_and_end_without_a_browser(laptop: Laptop, notebook: Path
     assert "Instance second is ready on rig2" in laptop.run("instance", "start", "--name", "second")
     laptop.run("instance", "rm", "second")
     wait_for(lambda: not any(gpu["holder"] for gpu in ada.gpus()), "the GPU is free", 60)
-    assert "You have no instances." in laptop.run("instance", "list")
+    listed = {found["name"] for found in json.loads(laptop.run("instance", "list", "--json"))}
+    assert not listed & {"main", "second"}
 
 
 def test_kernel_with_the_hubs_address_and_a_token(product: Product, laptop: Laptop, ada: Client) -> None:
