@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +28,11 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.container_lifecycle import inspect_container
 from gpuhub.spawners.notebook_lease import LeaseBroker
 
-#: Time between two attempts at a start, seconds. JupyterHub's own wait backs off to seconds, which delays the start.
+#: Time between two attempts at all starts together, seconds. JupyterHub's own wait backs off to seconds, which delays
+#: the start. An attempt takes the hub two milliseconds.
 _ATTEMPT_PERIOD_S = 0.025
+#: Longest time between two attempts at one of many starts, seconds.
+_LONGEST_PERIOD_S = 0.5
 #: The same after some time, seconds: what is not ready by then is slow, or answers wrongly on purpose.
 _LATER_PERIOD_S, _LATER_S = 1.0, 30.0
 #: Time between two checks whether a notebook still runs, seconds: at a start, and after a restart of the hub.
@@ -42,6 +45,8 @@ _SILENCE_S = 120.0
 #: Longest version that is passed on to JupyterHub, which parses it, characters.
 _MAX_VERSION = 64
 _VERSION_HEADER = "X-JupyterHub-Version"
+#: When each wait in progress began, by the event loop's clock.
+_begun: list[float] = []
 
 
 async def wait_container_ready(
@@ -97,15 +102,31 @@ async def _poll(
     begun = loop.time()
     next_check = begun + period_s
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncHTTPTransport(trust_env=False, verify=tls or True, limits=limits) as transport:
-        while True:
-            headers = await _read_headers(transport, url)
-            if headers is not None and is_expected(headers):
-                return headers
-            if loop.time() > next_check:
-                await check_running()
-                next_check = loop.time() + period_s
-            await asyncio.sleep(_ATTEMPT_PERIOD_S if loop.time() - begun < _LATER_S else _LATER_PERIOD_S)
+    _begun.append(begun)
+    try:
+        async with httpx.AsyncHTTPTransport(trust_env=False, verify=tls or True, limits=limits) as transport:
+            while True:
+                headers = await _read_headers(transport, url)
+                if headers is not None and is_expected(headers):
+                    return headers
+                if loop.time() > next_check:
+                    await check_running()
+                    next_check = loop.time() + period_s
+                now = loop.time()
+                await asyncio.sleep(choose_period(now - begun, [now - other for other in _begun]))
+    finally:
+        _begun.remove(begun)
+
+
+def choose_period(age_s: float, ages_s: Sequence[float]) -> float:
+    """Return the seconds until the next attempt of a wait of this age; young ones share the hub's attempts.
+
+    Args:
+        ages_s: The ages of all waits in progress, this one's too.
+    """
+    if age_s >= _LATER_S:
+        return _LATER_PERIOD_S
+    return min(_ATTEMPT_PERIOD_S * sum(other_s < _LATER_S for other_s in ages_s), _LONGEST_PERIOD_S)
 
 
 async def _read_headers(transport: httpx.AsyncHTTPTransport, url: str) -> httpx.Headers | None:

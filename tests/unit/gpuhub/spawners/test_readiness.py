@@ -243,3 +243,12 @@ async def test_daemon_that_is_silent_for_a_while_does_not_end_a_start(monkeypatc
     answers += [NodeSilent("rig1")] * 1000
     with pytest.raises(NodeSilent):
         await readiness.wait_container_ready(cast("DockerClients", None), "rig1", "c1", "http://127.0.0.1:9/")
+
+
+@pytest.mark.parametrize(
+    ("age_s", "others_s", "period_s"),
+    [(1.0, [], 0.025), (1.0, [0.5, 2.0, 3.0], 0.1), (1.0, [5.0] * 90, 0.5), (1.0, [40.0] * 90, 0.025), (31.0, [], 1.0)],
+)
+def test_waits_at_the_same_time_share_the_attempts(age_s: float, others_s: list[float], period_s: float) -> None:
+    """One start is asked for often, many take turns, and those that take long count no more."""
+    assert readiness.choose_period(age_s, [age_s, *others_s]) == pytest.approx(period_s)
