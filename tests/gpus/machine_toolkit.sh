@@ -6,19 +6,8 @@
 set -euo pipefail
 [ ! -e /etc/docker/daemon.json ] || { echo "/etc/docker/daemon.json exists: add the runtime to it by hand" >&2; exit 1; }
 here=$(cd "$(dirname "$0")" && pwd) target=/usr/local/lib/device-runtime hook=/usr/local/bin/nvidia-container-runtime-hook
-libraries=$(dirname "$(ldconfig -p | sed -n 's/.*libcuda\.so\.1 .*=> //p' | head -1)")
 mkdir -p "$target" /etc/docker
 install -m 755 "$here/device_runtime.py" "$target/device-runtime"
-python3 - "$target/runtime.json" "$libraries" "${FOLDERS:-}" <<'PYTHON'
-import json, shutil, subprocess, sys
-file, libraries, folders = sys.argv[1:]
-query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-rows = [line.split(", ") for line in subprocess.check_output(query, text=True).splitlines()]
-settings = {
-    "runc": shutil.which("runc"), "gpus": {uuid: int(index) for index, uuid in rows}, "libraries": libraries,
-    "smi": shutil.which("nvidia-smi"), "folders": [folder for folder in folders.split(":") if folder],
-}
-open(file, "w").write(json.dumps(settings))
-PYTHON
+python3 "$here/runtime_settings.py" "$target/runtime.json"
 [ -e "$hook" ] || { printf '#!/bin/sh\nexit 0\n' >"$hook" && chmod 755 "$hook"; }
 printf '{"runtimes": {"gpus": {"path": "%s"}}, "default-runtime": "gpus"}\n' "$target/device-runtime" >/etc/docker/daemon.json

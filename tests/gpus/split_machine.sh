@@ -9,7 +9,6 @@ set -euo pipefail
 cluster=${1:?usage: $0 CLUSTER-FILE GPUS…}
 shift
 here=$(cd "$(dirname "$0")" && pwd)
-libraries=$(dirname "$(ldconfig -p | sed -n 's/.*libcuda\.so\.1 .*=> //p' | head -1)")
 ip link add br-gpus type bridge
 ip addr add 10.78.0.1/24 dev br-gpus
 ip link set br-gpus up
@@ -31,17 +30,7 @@ for gpus in "$@"; do
   # Docker offers --gpus only where NVIDIA's hook is on its path.
   printf '#!/bin/sh\nexit 0\n' >"$run/bin/nvidia-container-runtime-hook"
   chmod 755 "$run/bin/nvidia-container-runtime-hook"
-  python3 - "$gpus" "$run/bin/runtime.json" "$libraries" "${FOLDERS:-}" <<'PYTHON'
-import json, shutil, subprocess, sys
-gpus, file, libraries, folders = sys.argv[1:]
-query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader", "--id=" + gpus]
-rows = [line.split(", ") for line in subprocess.check_output(query, text=True).splitlines()]
-settings = {
-    "runc": shutil.which("runc"), "gpus": {uuid: int(index) for index, uuid in rows}, "libraries": libraries,
-    "smi": shutil.which("nvidia-smi"), "folders": [folder for folder in folders.split(":") if folder],
-}
-open(file, "w").write(json.dumps(settings))
-PYTHON
+  python3 "$here/runtime_settings.py" "$run/bin/runtime.json" "$gpus"
   # nsenter, not `ip netns exec`: the latter remounts /sys and hides the control groups. A daemon takes its identity from
   # /etc/docker, so each has its own.
   mkdir -p /etc/docker
