@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,9 +65,15 @@ def remove_node(
     node = find_removable_node(cluster, request.name)
     text = cluster_file.remove_node(request.cluster_file.read_text(encoding="utf-8"), node.name)
     cluster_file.check_text(text, request.cluster_file)
-    is_up = asyncio.run(_end_all_work(request, node, paths, console))
     is_in_swarm = cluster.has_overlay and not node.guest
-    failures = asyncio.run(_hand_over_swarm(cluster, node, paths, force=request.force)) if is_in_swarm else []
+    was_open = asyncio.run(_is_open(node, paths))
+    try:
+        is_up = asyncio.run(_end_all_work(request, node, paths, console))
+        failures = asyncio.run(_hand_over_swarm(cluster, node, paths, force=request.force)) if is_in_swarm else []
+    except BaseException:
+        if was_open:
+            asyncio.run(_reopen(node, paths, console))
+        raise
     before = cluster_file.replace_file(request.cluster_file, text)
     console.write(f"  ✓ {request.cluster_file} no longer has {node.name}; the previous file is {before.name}")
     if _is_running(paths, node):
@@ -116,11 +122,8 @@ async def _end_all_work(request: RemovalRequest, node: NodeSettings, paths: Path
     daemons = DockerClients((node,), instance=paths.instance, run_dir=paths.run)
     try:
         if _is_running(paths, node):
-            client = connect_to_broker(paths)
-            try:
+            async with _open_broker(paths) as client:
                 await drain_node(request, node, client, console)
-            finally:
-                await client.close()
         filters = {"label": [f"{names.LABEL_INSTANCE}={paths.instance}"]}
         containers = await daemons.call(node.name, "containers", filters=filters)
         running = [
@@ -143,6 +146,37 @@ async def _end_all_work(request: RemovalRequest, node: NodeSettings, paths: Path
     return True
 
 
+@asynccontextmanager
+async def _open_broker(paths: Paths) -> AsyncIterator[AsyncBrokerClient]:
+    client = connect_to_broker(paths)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def _is_open(node: NodeSettings, paths: Paths) -> bool:
+    """Return whether services run that give the node new work."""
+    if not _is_running(paths, node):
+        return False
+    async with _open_broker(paths) as client:
+        return await _takes_work(node, client)
+
+
+async def _reopen(node: NodeSettings, paths: Paths, console: OperatorConsole) -> None:
+    """Let a node that stays take work again, unless leases have yet to end there."""
+    try:
+        async with _open_broker(paths) as client:
+            if not await _takes_work(node, client) and not await client.leases(node=node.name):
+                await client.change_node(node.name, "undrain")
+    except GpuhubError as error:
+        console.write(f"  ! {node.name} takes no new work until `gpuhub node undrain {node.name}`: {error}")
+
+
+async def _takes_work(node: NodeSettings, client: AsyncBrokerClient) -> bool:
+    return next(view.state for view in await client.nodes() if view.name == node.name) not in _CLOSED_STATES
+
+
 async def drain_node(
     request: RemovalRequest, node: NodeSettings, client: AsyncBrokerClient, console: OperatorConsole
 ) -> None:
@@ -151,7 +185,7 @@ async def drain_node(
     Raises:
         Conflict: There are leases, and `force` is not set, or they did not end in time.
     """
-    was_open = next(view.state for view in await client.nodes() if view.name == node.name) not in _CLOSED_STATES
+    was_open = await _takes_work(node, client)
     # Nothing new starts there after the cordon.
     await client.change_node(node.name, "cordon", CordonRequest(reason=_REASON))
     try:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -19,7 +20,16 @@ from cryptography import x509
 from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.cli import main
 from gpuhub.cli.console import AdminConsole
-from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SettingsError, SetupError
+from gpuhub.common.errors import (
+    Conflict,
+    GpuhubError,
+    InvalidRequest,
+    NodeUnreachable,
+    NotFound,
+    SettingsError,
+    SetupError,
+)
+from gpuhub.common.names import KIND_NOTEBOOK, LABEL_KIND
 from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.settings import NodeSettings
@@ -27,11 +37,11 @@ from gpuhub.docker import ssh
 from gpuhub.docker.client import translate_docker_error
 from gpuhub.docker.ssh import HostKey, SshFiles
 from gpuhub.ops.doctor.node_facts import build_script_arguments
-from gpuhub.ops.provision import cluster_file, node_access, node_join
+from gpuhub.ops.provision import cluster_file, node_access, node_join, node_removal
 from gpuhub.ops.provision.node_removal import RemovalRequest, drain_node, find_removable_node
 from gpuhub.ops.provision.ssh_session import SshTarget, build_ssh_url, parse_resolved, parse_target, suggest_name
 from tests.support.broker.calls import ask, run_notebook
-from tests.support.broker.in_process import Running, Setting, asgi_broker
+from tests.support.broker.in_process import Running, Setting, asgi_broker, served_broker
 from tests.support.docker.simulated_nodes import build_cluster, wait_until
 from tests.support.golden import check_golden
 
@@ -428,6 +438,57 @@ async def test_node_with_leases_is_removed_only_by_force(running: Running, tmp_p
         assert await list_lease_states() == {"up", "draining"}
     finally:
         await client.close()
+
+
+NODES = "".join(
+    f'[[nodes]]\nname = "{node.name}"\naddress = "{node.address}"\ndocker = "{node.docker}"\n'
+    for node in build_cluster().nodes
+)
+REST = '[[profiles]]\nname = "any"\ntitle = "Any"\n[users]\nlogin = "pam"\nallowed = ["ada"]\n'
+
+
+class OneDaemon:
+    """The daemon of the node that is to be removed, with containers or an error."""
+
+    def __init__(self, answer: list[dict[str, Any]] | GpuhubError) -> None:
+        self._answer = answer
+
+    async def call(self, *_arguments: object, **_options: object) -> list[dict[str, Any]]:
+        if isinstance(self._answer, GpuhubError):
+            raise self._answer
+        return self._answer
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([], "nothing was changed"),
+        ([{"Names": ["/gh-nb-ada"], "Labels": {LABEL_KIND: KIND_NOTEBOOK}}], "on rig2 run gh-nb-ada"),
+        (NodeUnreachable("node rig2: ssh ended"), "ssh ended. With --force"),
+    ],
+    ids=["the answer is no", "a container without a lease", "it does not answer"],
+)
+def test_a_node_that_is_not_removed_takes_work_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: list[dict[str, Any]] | GpuhubError, reason: str
+) -> None:
+    """It was drained before the administrator was asked, and nobody would notice."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(NODES + REST)
+    monkeypatch.setattr(node_removal, "_is_running", lambda *_: True)
+    monkeypatch.setattr(node_removal, "DockerClients", lambda *_, **__: OneDaemon(answer))
+    request = RemovalRequest(name="rig2", cluster_file=file)
+    with served_broker(Setting(tmp_path, cluster=build_cluster())) as running:
+        monkeypatch.setattr(
+            node_removal, "connect_to_broker", lambda _: AsyncBrokerClient(running.url, "own-token", patience_s=0)
+        )
+        with pytest.raises(GpuhubError, match=reason):
+            node_removal.remove_node(request, Paths("ghnone"), AdminConsole(answers=io.StringIO()), lambda: None)
+        nodes = running.send("GET", "/api/v1/nodes", token="own-token").json()
+    assert {node["name"]: node["state"] for node in nodes} == dict.fromkeys(["rig1", "rig2", "rig3"], "up")
+    assert file.read_text() == NODES + REST
 
 
 @pytest.fixture
