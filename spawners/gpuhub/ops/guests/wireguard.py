@@ -7,7 +7,6 @@ only.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gpuhub.common.errors import SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths
 from gpuhub.config.machines.guests import SSH_PORT, GuestSettings
 from gpuhub.ops.guests.registry import Guest
@@ -76,11 +76,11 @@ class HeadInterface:
 
     def read_public_key(self) -> str:
         """Return the head node's public key; the pair is made if it is missing."""
-        if not self.key_file.exists():
+        # An earlier version left an empty file where wg was missing.
+        if not self.key_file.exists() or not self.key_file.stat().st_size:
+            key = run("wg", "genkey")
             self.key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(run("wg", "genkey"))
+            replace_file(self.key_file, key)
         return run("wg", "pubkey", text=self.key_file.read_text(encoding="ascii"))
 
     def start(self) -> None:

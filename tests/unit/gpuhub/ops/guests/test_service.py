@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from gpuhub.common.errors import Conflict
+from gpuhub.common.errors import Conflict, SetupError
 from gpuhub.common.paths import Paths
+from gpuhub.config.machines.guests import GuestSettings
 from gpuhub.ops.guests.registry import choose_address
 from gpuhub.ops.guests.service import BadRequest, GuestService, parse_available, parse_join
-from gpuhub.ops.guests.wireguard import format_removal
+from gpuhub.ops.guests.wireguard import HeadInterface, format_removal
 from tests.support.docker.simulated_nodes import build_cluster, wait_until
 from tests.support.hub.login_hub import free_ports
+from tests.support.paths import FolderPaths
 
 KEY = "A" * 43 + "="
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ"
@@ -86,6 +89,27 @@ async def test_a_guest_that_changes_its_mind_all_the_time_is_followed_less(
     for number in range(1000):
         await service._sync_pause("mia", is_paused=number % 2 == 0)
     assert followed == [True, False] * 5
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_left", [False, True], ids=["no file", "an empty file of an earlier version"])
+def test_the_key_is_made_once_wireguard_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left: bool
+) -> None:
+    """The service starts again and again until the administrator has installed wg, and left an empty key behind."""
+    paths = FolderPaths("ghkey", folder=tmp_path / "state")
+    interface = HeadInterface(paths, GuestSettings())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if is_left:
+        paths.secrets.mkdir(parents=True)
+        interface.key_file.touch()
+    for _ in range(2):
+        with pytest.raises(SetupError, match="wireguard-tools"):
+            interface.read_public_key()
+    (tmp_path / "wg").write_text(f'#!/bin/sh\n[ "$1" = genkey ] && echo {KEY} || {{ read key; echo "of $key"; }}\n')
+    (tmp_path / "wg").chmod(0o755)
+    assert interface.read_public_key() == f"of {KEY}"
+    assert stat.S_IMODE(interface.key_file.stat().st_mode) == 0o600
 
 
 #: The service's commands: `nft` records its input, and `ip` fails when that is asked.
