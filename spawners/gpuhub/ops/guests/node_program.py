@@ -38,6 +38,8 @@ CONFIG, WISHES, STATUS = FOLDER / "config.json", FOLDER / "wishes.json", RUN / "
 OVERHEAD, LEAST_MTU, MOST_MTU = 80, 1280, 1420
 #: Seconds between two reports to the head node, and before the first one counts as failed.
 PERIOD_S, JOIN_S = 3.0, 60.0
+#: Without an answer of the head node, the name of its endpoint is resolved again after this time, seconds.
+RESOLVE_S = 30.0
 #: Without an answer of the head node, jobs get this time after a pause, seconds.
 GRACE_S = 120
 #: When the machine leaves, the head node gets this time for what jobs wrote, seconds.
@@ -316,6 +318,14 @@ def ensure_tunnel(config: dict[str, Any]) -> None:
     run("ip", "route", "replace", f"{config['head']}/32", "dev", INTERFACE)
 
 
+def renew_endpoint(config: dict[str, Any]) -> None:
+    """Give WireGuard the endpoint's current address: it resolves a name only once, and that of a home may change."""
+    host, _, port = config["endpoint"].rpartition(":")
+    address = str(socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0][4][0])
+    place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    run("wg", "set", INTERFACE, "peer", config["head_key"], "endpoint", place)
+
+
 def parse_hours(text: str) -> tuple[int, int] | None:
     """Return begin and end in minutes of the day; None for `always`."""
     if text == "always":
@@ -361,6 +371,7 @@ def serve(_arguments: argparse.Namespace) -> None:
     sshd: subprocess.Popen[bytes] | None = None
     unlent_since: float | None = None
     grace = int(config.get("grace_s", GRACE_S))
+    renewed_at = time.monotonic()
     try:
         while True:
             if sshd is None or sshd.poll() is not None:
@@ -377,8 +388,13 @@ def serve(_arguments: argparse.Namespace) -> None:
                 answer = ask(config, "/state", {"available": lent})
                 grace = min(int(answer["grace_s"]), 3600)
                 status["is_heard"] = True
+                renewed_at = time.monotonic()
             except (Failure, KeyError, ValueError, TypeError) as error:
                 status["message"] = str(error)
+                if time.monotonic() > renewed_at + RESOLVE_S:
+                    renewed_at = time.monotonic()
+                    with contextlib.suppress(Failure, OSError):
+                        renew_endpoint(config)
             try:
                 jobs = list_containers(config, "gpuhub.kind=worker")
                 if jobs and unlent_since is not None and time.monotonic() > unlent_since + grace + 2 * PERIOD_S:
