@@ -467,9 +467,12 @@ def leave(_arguments: argparse.Namespace) -> None:
     change_wishes(paused=True)
     end = time.monotonic() + read_json(STATUS, {}).get("grace_s", GRACE_S) + RESULTS_S
     write("Jobs that run here get their time for a checkpoint, and the head node gets what they wrote …")
-    # The head node removes them when it has what they wrote.
-    while list_containers(config, "gpuhub.kind=worker", ended=True) and time.monotonic() < end:
-        time.sleep(0.5)
+    try:
+        # The head node removes them when it has what they wrote.
+        while list_containers(config, "gpuhub.kind=worker", ended=True) and time.monotonic() < end:
+            time.sleep(0.5)
+    except Failure as error:
+        write(f"  ! {error}\n    Containers, networks, volumes and images of {config['instance']} may remain here.")
     try:
         ask(config, "/leave", {})
     except Failure as error:
@@ -478,13 +481,22 @@ def leave(_arguments: argparse.Namespace) -> None:
     write("This machine is no guest any more. Driver, Docker and toolkit stay.")
 
 
+def attempt(*command: str) -> str:
+    """Run a command and return its output; a failure leaves the rest to be done."""
+    try:
+        return run(*command, check=False)
+    except Failure as error:
+        write(f"  ! {error}")
+        return ""
+
+
 def undo() -> None:
     """Remove everything that joining has made, as far as it is there."""
     config = read_json(CONFIG, {})
     if has_systemd() and UNIT.exists():
-        run("systemctl", "disable", "--now", UNIT.name, check=False)
+        attempt("systemctl", "disable", "--now", UNIT.name)
         UNIT.unlink()
-        run("systemctl", "daemon-reload", check=False)
+        attempt("systemctl", "daemon-reload")
     elif (RUN / "pid").exists():
         stop_process(int((RUN / "pid").read_text()))
     if config.get("instance") and shutil.which("docker"):
@@ -494,20 +506,18 @@ def undo() -> None:
             ("network", ("network", "ls", "-q"), ("network", "rm")),
             ("volume", ("volume", "ls", "-q"), ("volume", "rm")),
         ):
-            found = run("docker", *listing, "--filter", label, check=False).split()
-            if found:
-                run("docker", *removal, *found, check=False)
+            found = attempt("docker", *listing, "--filter", label).split()
+            if found and attempt("docker", *removal, *found):
                 write(f"  ✓ {len(found)} {kind}s removed")
         # The label is that of gpuhub's base image, which images of other names that are built on it have as well.
         choices = (("gpuhub/*",), ("--filter", "label=gpuhub.debian"))
-        images = {image for words in choices for image in run("docker", "images", "-q", *words, check=False).split()}
-        if images:
-            run("docker", "rmi", "-f", *images, check=False)
+        images = {image for words in choices for image in attempt("docker", "images", "-q", *words).split()}
+        if images and attempt("docker", "rmi", "-f", *images):
             write(f"  ✓ {len(images)} images removed")
     for table in filter(None, ("gpuhub_node", config.get("firewall_table"))):
-        run("nft", "delete", "table", "inet", table, check=False)
-    run("ip", "link", "delete", INTERFACE, check=False)
-    run("userdel", USER, check=False)
+        attempt("nft", "delete", "table", "inet", table)
+    attempt("ip", "link", "delete", INTERFACE)
+    attempt("userdel", USER)
     for folder in (FOLDER, RUN):
         shutil.rmtree(folder, ignore_errors=True)
     if PROGRAM.exists():

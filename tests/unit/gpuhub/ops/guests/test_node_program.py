@@ -124,3 +124,36 @@ def test_the_service_runs_on_where_names_are_not_resolved(machine: Machine, monk
         node_program.serve(argparse.Namespace())
     assert machine.now == 1102.0
     assert "does not answer" in json.loads(node_program.STATUS.read_text())["message"]
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", ["docker is missing", "docker did not end within 120 s"])
+def test_the_owner_can_leave_without_docker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], problem: str
+) -> None:
+    """Whoever has removed or stopped Docker wants to be rid of account and tunnel all the same."""
+    machine, folder = Machine(), tmp_path / "gpuhub-node"
+    folder.mkdir()
+    (folder / "config").write_text(json.dumps({**CONFIG, "name": "mia", "instance": "gpuhub"}))
+    files = {"FOLDER": folder, "CONFIG": folder / "config", "WISHES": folder / "wishes", "STATUS": folder / "status"}
+    for name, path in (files | {name: tmp_path / name for name in ("RUN", "PROGRAM", "UNIT")}).items():
+        monkeypatch.setattr(node_program, name, path)
+
+    def run(*command: str, **_options: object) -> str:
+        if command[0] == "docker":
+            raise Failure(problem)
+        return machine.run(*command)
+
+    monkeypatch.setattr(node_program, "run", run)
+    monkeypatch.setattr(node_program, "ask", lambda *_: {})
+    monkeypatch.setattr(node_program, "require_root", lambda: None)
+    monkeypatch.setattr(node_program, "has_systemd", lambda: False)
+    node_program.leave(argparse.Namespace())
+    assert machine.commands[-2:] == [("ip", "link", "delete", "gpuhub"), ("userdel", "gpuhub-guest")]
+    assert not folder.exists()
+    output = capsys.readouterr().out
+    assert f"{problem}\n    Containers, networks, volumes and images of gpuhub may remain here." in output
+    assert "containers removed" not in output
+    assert output.endswith("This machine is no guest any more. Driver, Docker and toolkit stay.\n")
