@@ -57,9 +57,10 @@ class JoinPlan:
     """The changes that add the node."""
 
     node: NodeSettings
-    #: The settings with the node in them, and their text.
+    #: The settings with the node in them.
     cluster: ClusterSettings
-    settings_text: str
+    #: The text of the file, still without the node.
+    text: str
     #: The node is in the settings already.
     is_known: bool
     resolved: ResolvedTarget
@@ -87,6 +88,8 @@ def add_node(
             return
         if not request.yes:
             console.confirm(f"Repair {plan.node.name}?" if plan.is_known else f"Add {plan.node.name}?")
+        if _read_settings(request.cluster_file) != plan.text:
+            raise SetupError(f"{request.cluster_file} was changed in the meantime: run the command again")
         secrets.ensure_secrets(paths)
         if request.tls:
             live_restore = docker is not None and docker.live_restore
@@ -99,8 +102,12 @@ def add_node(
         else:
             _authorize(session, plan, paths, console)
     asyncio.run(_join_swarm(plan, paths, console))
-    if request.cluster_file.read_text(encoding="utf-8") != plan.settings_text:
-        before = cluster_file.replace_file(request.cluster_file, plan.settings_text)
+    # Not the text of the plan: another node may have been added since.
+    text = _read_settings(request.cluster_file)
+    new_text = cluster_file.put_node(text, plan.node)
+    if new_text != text:
+        cluster_file.check_text(new_text, request.cluster_file)
+        before = cluster_file.replace_file(request.cluster_file, new_text)
         console.write(f"  ✓ {request.cluster_file} has the node now; the previous file is {before.name}")
     if start_services is not None:
         start_services()
@@ -226,11 +233,10 @@ def build_join_plan(request: JoinRequest, paths: Paths, console: OperatorConsole
         else request.name or suggest_name(request.target, [node.name for node in cluster.nodes])
     )
     node = _build_node(request, paths, resolved, name, address)
-    settings_text = cluster_file.put_node(text, node)
     return JoinPlan(
         node=node,
-        cluster=cluster_file.check_text(settings_text, request.cluster_file),
-        settings_text=settings_text,
+        cluster=cluster_file.check_text(cluster_file.put_node(text, node), request.cluster_file),
+        text=text,
         is_known=existing is not None,
         resolved=resolved,
         host_keys=verify_host_keys(resolved, ssh_files(paths.instance), name, console, is_confirmed=request.yes),

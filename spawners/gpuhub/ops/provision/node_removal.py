@@ -63,8 +63,7 @@ def remove_node(
     """
     cluster = settings.load(request.cluster_file)
     node = find_removable_node(cluster, request.name)
-    text = cluster_file.remove_node(request.cluster_file.read_text(encoding="utf-8"), node.name)
-    cluster_file.check_text(text, request.cluster_file)
+    _build_text(request)
     is_in_swarm = cluster.has_overlay and not node.guest
     was_open = asyncio.run(_is_open(node, paths))
     try:
@@ -74,7 +73,8 @@ def remove_node(
         if was_open:
             asyncio.run(_reopen(node, paths, console))
         raise
-    before = cluster_file.replace_file(request.cluster_file, text)
+    # Built again: another node may have been added or removed since.
+    before = cluster_file.replace_file(request.cluster_file, _build_text(request))
     console.write(f"  ✓ {request.cluster_file} no longer has {node.name}; the previous file is {before.name}")
     if _is_running(paths, node):
         try:
@@ -92,6 +92,17 @@ def remove_node(
     if failures:
         raise GpuhubError("\n".join([f"{node.name} is removed, and this remains to be done by hand:", *failures]))
     console.write(f"{node.name} is removed.")
+
+
+def _build_text(request: RemovalRequest) -> str:
+    """Return the file's text without the node.
+
+    Raises:
+        NotFound, SettingsError: It has no such node, or is not valid without it.
+    """
+    text = cluster_file.remove_node(request.cluster_file.read_text(encoding="utf-8"), request.name)
+    cluster_file.check_text(text, request.cluster_file)
+    return text
 
 
 def find_removable_node(cluster: ClusterSettings, name: str) -> NodeSettings:

@@ -8,6 +8,7 @@ import ssl
 import stat
 import subprocess
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -38,12 +39,21 @@ from gpuhub.docker.client import translate_docker_error
 from gpuhub.docker.ssh import HostKey, SshFiles
 from gpuhub.ops.doctor.node_facts import build_script_arguments
 from gpuhub.ops.provision import cluster_file, node_access, node_join, node_removal
+from gpuhub.ops.provision.node_join import JoinRequest
 from gpuhub.ops.provision.node_removal import RemovalRequest, drain_node, find_removable_node
-from gpuhub.ops.provision.ssh_session import SshTarget, build_ssh_url, parse_resolved, parse_target, suggest_name
+from gpuhub.ops.provision.ssh_session import (
+    ResolvedTarget,
+    SshTarget,
+    build_ssh_url,
+    parse_resolved,
+    parse_target,
+    suggest_name,
+)
 from tests.support.broker.calls import ask, run_notebook
 from tests.support.broker.in_process import Running, Setting, asgi_broker, served_broker
 from tests.support.docker.simulated_nodes import build_cluster, wait_until
 from tests.support.golden import check_golden
+from tests.support.paths import FolderPaths
 
 EXAMPLE = Path(__file__).parents[5] / "cluster.example.toml"
 GOLDEN = Path(__file__).with_name("golden")
@@ -489,6 +499,82 @@ def test_a_node_that_is_not_removed_takes_work_again(
         nodes = running.send("GET", "/api/v1/nodes", token="own-token").json()
     assert {node["name"]: node["state"] for node in nodes} == dict.fromkeys(["rig1", "rig2", "rig3"], "up")
     assert file.read_text() == NODES + REST
+
+
+@pytest.fixture
+def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JoinRequest:
+    """A request to add rig4, whose machine passes all checks; nothing is sent to it."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(NODES + REST)
+
+    async def join_swarm(*_arguments: object) -> None:
+        """Change no Swarm."""
+
+    monkeypatch.setattr(node_join, "SshSession", lambda *_: nullcontext())
+    monkeypatch.setattr(node_join, "_check_machine", lambda *_: (None, None))
+    monkeypatch.setattr(node_join, "_show_changes", lambda *_: None)
+    monkeypatch.setattr(node_join, "_authorize", lambda *_: None)
+    monkeypatch.setattr(node_join, "_join_swarm", join_swarm)
+    monkeypatch.setattr(node_join, "verify_host_keys", lambda *_, **__: [])
+    monkeypatch.setattr(
+        node_join, "resolve_direct_target", lambda _: ResolvedTarget(host=RIG4.address, user="me", port=22)
+    )
+    return JoinRequest(target=SshTarget(host="rig4", user="me"), cluster_file=file, yes=True)
+
+
+def test_nodes_that_are_added_at_the_same_time_all_stay(
+    joining: JoinRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one joins the Swarm, the command in another terminal ends; the first must not write what it read before."""
+    rig5 = NodeSettings(name="rig5", address="192.168.1.25", docker="ssh://me@192.168.1.25")
+
+    async def add_another(*_arguments: object) -> None:
+        text = cluster_file.put_node(joining.cluster_file.read_text(), rig5)
+        cluster_file.replace_file(joining.cluster_file, text)
+
+    monkeypatch.setattr(node_join, "_join_swarm", add_another)
+    paths = FolderPaths("ghnone", folder=tmp_path / "state")
+    node_join.add_node(joining, paths, AdminConsole(io.StringIO()), None)
+    names = [node.name for node in settings.load(joining.cluster_file).nodes]
+    assert names == ["rig1", "rig2", "rig3", "rig5", "rig4"]
+
+
+def test_a_file_that_was_changed_before_the_answer_is_read_again(
+    joining: JoinRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node may even have got the same name, under which its host key is stored."""
+
+    def fail(*_arguments: object) -> None:
+        raise AssertionError("nothing may be changed there")
+
+    monkeypatch.setattr(node_join, "_authorize", fail)
+    console = AdminConsole(io.StringIO())
+    monkeypatch.setattr(console, "confirm", lambda _: joining.cluster_file.write_text(NODES + REST + "# another\n"))
+    with pytest.raises(SetupError, match="changed in the meantime: run the command again"):
+        node_join.add_node(replace(joining, yes=False), FolderPaths("ghnone", folder=tmp_path / "state"), console, None)
+    assert joining.cluster_file.read_text() == NODES + REST + "# another\n"
+
+
+def test_a_node_that_is_added_during_a_removal_stays(
+    joining: JoinRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal waits for the end of leases, up to two minutes."""
+    file = joining.cluster_file
+
+    async def end_work(*_arguments: object) -> bool:
+        file.write_text(cluster_file.put_node(file.read_text(), RIG4))
+        return False
+
+    async def change_swarm(*_arguments: object, **_options: object) -> list[str]:
+        return []
+
+    monkeypatch.setattr(node_removal, "_end_all_work", end_work)
+    monkeypatch.setattr(node_removal, "_hand_over_swarm", change_swarm)
+    monkeypatch.setattr(node_removal, "_remove_from_swarm", change_swarm)
+    paths = FolderPaths("ghnone", folder=tmp_path / "state")
+    request = RemovalRequest(name="rig2", cluster_file=file, force=True, yes=True)
+    node_removal.remove_node(request, paths, AdminConsole(io.StringIO()), lambda: None)
+    assert [node.name for node in settings.load(file).nodes] == ["rig1", "rig3", "rig4"]
 
 
 @pytest.fixture
