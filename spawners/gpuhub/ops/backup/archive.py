@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -30,6 +31,8 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_FILES = 10_000
 _OVERHEAD_BYTES, _FILE_OVERHEAD_BYTES = 8 << 20, 4096
 _BLOCK = 1 << 20
+#: Errors of file systems without hard links: those of USB sticks (FAT, exFAT), and some in the network.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 #: Names that archives have, and so no path outside of the folder to which they are extracted.
 _NAME = re.compile(
     r"cluster\.toml|databases/(broker|hub)\.sqlite|databases/postgresql\.dump|named/[0-9]{1,4}"
@@ -124,11 +127,22 @@ def write_archive(file: Path, manifest: Manifest, sources: Sequence[Path], passp
                         tar.addfile(_build_member(entry.name, entry.size), content)
             output.flush()
             os.fsync(output.fileno())
-        os.link(part, file)  # refuses a file that was made in the meantime
+        _name_new_file(part, file)
     except OSError as error:
         raise SetupError(f"the backup {file} cannot be written: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _name_new_file(part: Path, file: Path) -> None:
+    """Give a finished file its name, unless another file has it in the meantime."""
+    try:
+        os.link(part, file)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        check_new_file(file)
+        part.rename(file)
 
 
 def is_encrypted(file: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -72,6 +73,28 @@ def test_existing_file_is_refused(tmp_path: Path, sources: list[Path]) -> None:
     with pytest.raises(SettingsError, match="exists: name another file"):
         write_archive(tmp_path / "b", build_manifest(*describe(sources)), sources, None)
     assert (tmp_path / "b").read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_systems_without_links(
+    tmp_path: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Those of USB sticks have none; there, too, no file is replaced, also one that was made in the meantime."""
+
+    def refuse(_source: Path, target: Path) -> None:
+        if target.name == "taken":
+            target.write_text("mine")
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.link", refuse)
+    folder = tmp_path / "stick"
+    folder.mkdir()
+    write_archive(folder / "b", build_manifest(*describe(sources)), sources, None)
+    assert stat.S_IMODE((folder / "b").stat().st_mode) == 0o600
+    with pytest.raises(SettingsError, match="exists: name another file"):
+        write_archive(folder / "taken", build_manifest(*describe(sources)), sources, None)
+    assert (folder / "taken").read_text() == "mine"
+    assert sorted(path.name for path in folder.iterdir()) == ["b", "taken"]
 
 
 def test_wrong_passphrase_and_damage(tmp_path: Path, sources: list[Path]) -> None:
