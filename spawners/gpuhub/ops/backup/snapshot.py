@@ -47,7 +47,8 @@ def write_backup(file: Path, head: Head, cluster: ClusterSettings, passphrase: s
     """
     archive.check_new_file(file)
     contents = find_contents(head, cluster)
-    with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as name:
+    # Not next to the file, which may be on another machine: the copies are not encrypted.
+    with tempfile.TemporaryDirectory(prefix=".backup-", dir=head.paths.state) as name:
         folder = Path(name)
         created_at = time.time()
         copies = databases.copy_databases(cluster.database, head.paths, folder)

@@ -20,7 +20,7 @@ from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.common.secrets import BROKER_TOKEN, ensure_secrets, read_secret
 from gpuhub.config.settings import ClusterSettings, JobSettings
-from gpuhub.ops.backup import contents, databases, restoration
+from gpuhub.ops.backup import archive, contents, databases, restoration
 from gpuhub.ops.backup.contents import Head, find_named_files
 from gpuhub.ops.backup.snapshot import write_backup
 from tests.support.clusters import CLUSTER_FILE, build_cluster
@@ -107,6 +107,26 @@ def test_an_empty_head_gets_everything(tmp_path: Path, saved: Saved) -> None:
     with closing(sqlite3.connect(head.paths.hub_database)) as database:
         assert database.execute("SELECT name FROM users").fetchall() == [("ada",)]
     Store.open_file(head.paths.store).close()
+
+
+def test_nothing_is_unencrypted_next_to_an_encrypted_backup(
+    tmp_path: Path, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file may be on another machine, and a kill or a power cut leaves there what is being made."""
+    folder = tmp_path / "share"
+    folder.mkdir()
+    found: list[bytes] = []
+    write = archive.write_archive
+
+    def look(file: Path, *arguments: Any) -> None:
+        found.extend(list_tree(folder).values())
+        write(file, *arguments)
+
+    monkeypatch.setattr(archive, "write_archive", look)
+    write_backup(folder / "backup", saved.head, saved.cluster, "four words of it")
+    assert found == []
+    assert list(list_tree(folder)) == ["backup"]
+    assert not list(saved.head.paths.state.glob(".backup-*"))
 
 
 def test_databases_are_copied_while_they_are_written(tmp_path: Path, saved: Saved) -> None:
