@@ -49,7 +49,7 @@ class CallKind(Enum):
     """Kind of a call to a daemon; calls of one kind never wait for those of another."""
 
     SHORT = auto()
-    #: Loading, saving and pulling images; may take half an hour.
+    #: Loading, saving and pulling images, with pauses of half an hour at most.
     LONG = auto()
     #: The daemon mounts or unmounts a user's storage for the call, which may hang while the daemon itself is well.
     MOUNTING = auto()
@@ -147,14 +147,15 @@ class DockerClients:
         connection = self._connection(node, kind)
         loop = asyncio.get_running_loop()
         job = loop.run_in_executor(connection.executor, functools.partial(_run_work, connection, work))
-        # Twice the client's own limit, because the call may first wait for a thread.
-        limit_s = connection.timeout_s * 2 + 5
+        # Twice the client's own limit, because the call may first wait for a thread. A long one goes on while data
+        # comes, whose pauses the client limits: over a slow line, images take hours.
+        limit_s = None if kind is CallKind.LONG else connection.timeout_s * 2 + 5
         try:
             # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the answer.
             async with asyncio.timeout(limit_s):
                 return await job
         except TimeoutError:
-            raise NodeSilent(f"node {node}: its Docker daemon did not answer within {limit_s:.0f} s") from None
+            raise NodeSilent(f"node {node}: its Docker daemon did not answer within {limit_s or 0:.0f} s") from None
 
     def close(self) -> None:
         """Close clients, threads and tunnels."""

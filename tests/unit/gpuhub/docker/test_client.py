@@ -43,6 +43,27 @@ def test_calls_that_wait_for_others_have_more_time(kind: CallKind, seconds: floa
     assert kind.choose_timeout(60.0) == 60.0
 
 
+async def test_images_take_as_long_as_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 10 Mbit/s to a guest, images of 9 GB take two hours; cut off after one, they would never be there."""
+    daemon, limits, timeout = SlowExecs(), [], asyncio.timeout
+    monkeypatch.setattr(docker_client, "_build_client", lambda *_: daemon)
+
+    def record(limit_s: float | None) -> asyncio.Timeout:
+        limits.append(limit_s)
+        return timeout(limit_s)
+
+    clients = DockerClients(
+        [NodeSettings(name="rig1", address="127.0.0.1", docker="unix:///run/rig1.sock")],
+        instance="ghtest",
+        run_dir=tmp_path,
+    )
+    monkeypatch.setattr(docker_client.asyncio, "timeout", record)
+    for kind in (CallKind.SHORT, CallKind.SWARM, CallKind.LONG):
+        assert await clients.run("rig1", lambda client: client.ping(), kind=kind)
+    clients.close()
+    assert limits == [25.0, 55.0, None]
+
+
 class SlowExecs:
     """A daemon that answers at once, but starts programs only when it may."""
 
