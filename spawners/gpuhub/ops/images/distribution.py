@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpuhub.common.errors import ImageMissing, NotFound, SetupError
+from gpuhub.common.errors import GpuhubError, ImageMissing, NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import CallKind, DockerClients
@@ -165,13 +165,24 @@ async def send_images(daemons: DockerClients, names: Sequence[str], builder: str
     origin = await daemons.run(builder, lambda client: client, kind=CallKind.LONG)
 
     with ImageSource(origin) as source:
+        await _send_to_others(daemons, builder, lambda node, client: ensure_sent(names, source, client, node, progress))
 
-        async def send_to(node: str) -> None:
-            await daemons.run(
-                node, lambda client: ensure_sent(names, source, client, node, progress), kind=CallKind.LONG
-            )
 
-        await asyncio.gather(*(send_to(node.name) for node in daemons.nodes if node.name != builder))
+async def _send_to_others(daemons: DockerClients, builder: str, send: Callable[[str, Any], None]) -> None:
+    """Call `send` with name and client of each node but the builder's; one that fails does not stop the others.
+
+    Raises:
+        GpuhubError: At least one failed; the text has what each of them says.
+    """
+    others = [node.name for node in daemons.nodes if node.name != builder]
+    results = await asyncio.gather(
+        *(daemons.run(node, partial(send, node), kind=CallKind.LONG) for node in others), return_exceptions=True
+    )
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if len(failures) > 1 and all(isinstance(failure, GpuhubError) for failure in failures):
+        raise GpuhubError("\n".join(map(str, failures)))
+    for failure in failures:
+        raise failure
 
 
 def list_families(cluster: ClusterSettings) -> list[str]:
@@ -217,8 +228,7 @@ async def send_foreign_images(
             for name in names:
                 send_image(name, source, client, node, progress)
 
-        others = [node.name for node in daemons.nodes if node.name != builder]
-        await asyncio.gather(*(daemons.run(node, partial(send_all, node), kind=CallKind.LONG) for node in others))
+        await _send_to_others(daemons, builder, send_all)
 
 
 def choose_builder(cluster: ClusterSettings) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 import docker.errors
 import pytest
 
-from gpuhub.common.errors import NotFound, SetupError
+from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound, SetupError
 from gpuhub.common.paths import Paths
 from gpuhub.config.settings import ClusterSettings
 from gpuhub.docker.client import CallKind
 from gpuhub.ops.console import StepReport
 from gpuhub.ops.images import distribution
 from gpuhub.ops.images.builder import BuiltImage
+from gpuhub.ops.images.image_source import ImageSource
 from tests.support.clusters import build_cluster
 
 
@@ -92,6 +94,48 @@ async def test_pushed_images_keep_the_tag_of_their_build(monkeypatch: pytest.Mon
     names = ["gpuhub/notebook", "lab/mine:1", "gpuhub/base:latest", "gpuhub/notebook:old999"]
     await distribution.push(daemons, build("lab/mine:1"), names, lambda _step: None)  # type: ignore[arg-type]
     assert sent == [["gpuhub/notebook:abc123", "gpuhub/base:def456"], "lab/mine:1", "gpuhub/notebook:old999"]
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+async def test_a_node_that_refuses_an_image_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, is_foreign: bool):
+    """A full disk of one node would otherwise keep the images from all that are slower, at each attempt again."""
+    problems = {"rig2": SetupError("rig2: no space left"), "rig4": NodeUnreachable("node rig4: ssh ended")}
+    got, has_failed = [], asyncio.Event()
+    client = SimpleNamespace(inspect_image=lambda name: {"RepoTags": [name]})
+    daemons = SimpleNamespace(nodes=[SimpleNamespace(name=f"rig{number}") for number in range(1, 5)])
+
+    async def run(node: str, work: Any, *, kind: CallKind = CallKind.SHORT) -> Any:
+        if kind is CallKind.LONG and node in problems:
+            has_failed.set()
+            raise problems[node]
+        if node == "rig3":
+            await has_failed.wait()
+            for _ in range(9):
+                await asyncio.sleep(0)
+        return work(client)
+
+    def send(*arguments: Any) -> None:
+        source, node = arguments[1], arguments[3]
+        assert not source.is_closed
+        got.append(node)
+
+    class Source(ImageSource):
+        is_closed = False
+
+        def __exit__(self, *_details: object) -> None:
+            self.is_closed = True
+
+    daemons.run = run
+    monkeypatch.setattr(distribution, "ImageSource", Source)
+    monkeypatch.setattr(distribution, "ensure_sent", send)
+    monkeypatch.setattr(distribution, "send_image", send)
+    sending: Any = distribution.send_foreign_images if is_foreign else distribution.send_images
+    with pytest.raises(GpuhubError, match="rig2: no space left\nnode rig4: ssh ended"):
+        await sending(daemons, ["lab/mine:1"], "rig1", lambda _step: None)
+    assert got == ["rig3"]
+    del problems["rig4"]
+    with pytest.raises(SetupError, match=r"^rig2: no space left$"):
+        await sending(daemons, ["lab/mine:1"], "rig1", lambda _step: None)
 
 
 async def test_a_missing_image_is_named():
