@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 import httpx
+import nbformat
 import pytest
 from playwright.sync_api import expect
 
@@ -75,6 +76,16 @@ TASK = """
       echo "head $(echo "$SKYPILOT_NODE_IPS" | head -n1)"
       ls setup-*.txt
 """
+#: Ranks that wait for each other for ever, at different places.
+HANG = """
+    import os, time
+    def wait_for_ever():
+        time.sleep(600)
+    def compute():
+        time.sleep(601)
+    print("hanging", flush=True)
+    (wait_for_ever if os.environ["RANK"] == "0" else compute)()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +115,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, product: Product, ada: User
     installed.write("count.py", COUNT)
     installed.write("serve.py", SERVE)
     installed.write("idle.py", IDLE_SERVER)
+    installed.write("hang.py", HANG)
     installed.write("task.yaml", TASK)
     installed.write(".gitignore", "secret.txt\ndata/\n")
     installed.write("secret.txt", "not to be sent\n")
@@ -182,6 +194,50 @@ def test_a_detached_job_outlives_hub_and_broker(product: Product, laptop: Laptop
     run = again.get("run_id") or again["job"]["run_id"]
     laptop.run("cancel", run)
     wait_for(lambda: is_idle(ada), "a cancelled job's GPU is free")
+
+
+def test_output_of_a_job_that_hangs(laptop: Laptop, ada: User, make_user: Callable[[str], User]):
+    """Its owner asks where its ranks are; a colleague sees its output in a browser, and no more once its owner says so."""
+    ben = make_user("ben")
+    run = json.loads(laptop.run("run", "--detach", "--json", "--nnodes", "2", "hang.py"))["run_id"]
+    wait_for(lambda: laptop.run("logs", run).count("hanging") == 2, "both ranks run", 60)
+
+    def has_all_stacks() -> bool:
+        stacks = laptop.run("stacks", run)
+        return "wait_for_ever" in stacks and "compute" in stacks
+
+    # They have said so a moment before they are there.
+    wait_for(has_all_stacks, "the stacks of both ranks", 30)
+    shared = laptop.run("share", run, "--with", "ben")
+    [address] = re.findall(r"https?://\S+/hub/gpuhub/shared/\S+", shared)
+    ben.page.goto(address)
+    expect(ben.page.locator("main")).to_contain_text("hanging")
+    ben.picture("shared-output")
+    laptop.run("share", "end", run)
+    expect(ben.page.locator("main")).not_to_contain_text("hanging", timeout=30_000)
+    response = ben.page.goto(address)
+    assert response is not None
+    assert response.status == 404
+    laptop.run("cancel", run)
+    wait_for(lambda: is_idle(ada), "the GPUs are free")
+
+
+def test_colleague_reads_a_notebook_as_it_was_saved(laptop: Laptop, make_user: Callable[[str], User]):
+    """Its owner needs no server of its own for that."""
+    ben = make_user("ben")
+    cells = [nbformat.v4.new_markdown_cell("# What we found"), nbformat.v4.new_code_cell("loss = 0.25")]
+    laptop.write("found.ipynb", nbformat.writes(nbformat.v4.new_notebook(cells=cells)))
+    laptop.run("cp", "found.ipynb", "home:found.ipynb")
+    [address] = re.findall(r"https?://\S+", laptop.run("share", "home:found.ipynb", "--with", "ben"))
+    ben.page.goto(address)
+    notebook = ben.page.frame_locator("iframe")
+    expect(notebook.locator("h1")).to_contain_text("What we found")
+    expect(notebook.locator("body")).to_contain_text("loss = 0.25")
+    ben.picture("shared-notebook")
+    laptop.run("share", "end", "home:found.ipynb")
+    response = ben.page.goto(address)
+    assert response is not None
+    assert response.status == 404
 
 
 def test_server_of_a_job_has_an_address_of_the_hub(laptop: Laptop, ada: User, make_user: Callable[[str], User]):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.acceptance.notebook_container import Notebook
+from tests.acceptance.process_output import ProcessOutput
 from tests.support.hub.browser import Product, User
 from tests.support.launch.rank_scripts import count_ranks
 from tests.support.product import wait_for
@@ -128,6 +130,40 @@ def test_ipyparallel_engines_on_three_nodes(notebook: Notebook):
         """
     )
     assert "NODES ['rig1', 'rig2', 'rig3']" in output
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
+
+
+def test_displays_of_ranks_have_tabs(notebook: Notebook):
+    """Ranks on two nodes show HTML, each under its own title, and their variables stay for the next cell."""
+    outputs = notebook.cells(
+        "%%gpu_ranks --nnodes 2\nfrom IPython.display import HTML\nnumber = rank + 1",
+        "%%gpu_ranks\ndisplay(HTML(f'<b>of rank {rank}</b>'))\nnumber",
+        "%gpu_ranks --stop\n%gpu_release",
+    )
+    assert "rank 0: 1 display, rank 1: 1 display" in outputs[1], outputs
+    assert re.search(r"\[rank 1 · rig\d\] 2\n", outputs[1]), outputs
+    wait_for(lambda: has_only_own_gpu(notebook), "the other GPU is free")
+
+
+def test_elastic_launch_takes_a_node_that_becomes_free(
+    product: Product, make_user: Callable[[str], User], notebook: Notebook
+):
+    """`--nnodes 1:3` begins beside another user's notebook, and starts its ranks again on its GPU once that has ended."""
+    notebook.write(
+        "grow.py",
+        """
+        import os, time
+        print("world of", os.environ["WORLD_SIZE"], flush=True)
+        time.sleep(0 if os.environ["WORLD_SIZE"] == "3" else 600)
+        """,
+    )
+    ben = Notebook(product, make_user("ben"), "rtx5060")
+    with notebook.start_cells("%gpu_launch --nnodes 1:3 --keep 0s grow.py") as process:
+        output = ProcessOutput(process)
+        output.wait("world of 2")
+        ben.stop()
+        output.wait("world of 3", 120)
+        assert "Error" not in output.rest()
     wait_for(lambda: has_only_own_gpu(notebook), "the other GPUs are free")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import ssl
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,9 @@ from gpuhub.ops.deploy.readiness import wait_for_gpus, wait_for_http, wait_for_p
 from gpuhub.ops.images import distribution, wheels
 from gpuhub.tls import internal_certificates, public_access
 from gpuhub.tls.internal_certificates import CertificateStore
+
+#: Limit of a call to a node that is prepared: its disk may still be writing gigabytes of images. Seconds.
+_PREPARATION_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +165,16 @@ async def _prepare_nodes(
 ) -> None:
     # The service for guests prepares those, which may be away, and over their slow links.
     cluster = cluster.without_guests()
-    daemons = DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)
-    try:
+    with closing(DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)) as daemons:
         await node_wakeup.wake_nodes(daemons, cluster, report)
         with report.step(f"Docker answers on {len(cluster.nodes)} node{'s' * (len(cluster.nodes) > 1)}"):
             answers = await asyncio.gather(*(daemons.call(node.name, "info") for node in cluster.nodes))
             check_unique_daemons(
                 {node.name: str(info["ID"]) for node, info in zip(cluster.nodes, answers, strict=True)}
             )
+    with closing(
+        DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run, timeout_s=_PREPARATION_TIMEOUT_S)
+    ) as daemons:
         await distribution.ensure_images(daemons, cluster, paths, options.source, report, refresh=options.refresh)
         if cluster.has_encrypted_overlay:
             with report.step("Every node's kernel can encrypt users' networks"):
@@ -188,8 +193,6 @@ async def _prepare_nodes(
             await asyncio.gather(
                 *(ensure_firewall(daemons, cluster, paths.instance, node.name) for node in cluster.nodes)
             )
-    finally:
-        daemons.close()
 
 
 def check_unique_daemons(ids: Mapping[str, str]) -> None:
