@@ -88,6 +88,10 @@ fi
 [ "$mode" != dev ] || "$here/spawners/apptainer.sh"
 if [ "$mode" = dev ]; then "$here/spawners/venv.sh" torch; else "$here/spawners/venv.sh" run; fi
 
+# `sudo gpuhub …` in any folder. Another clone's command stays while that clone exists.
+command=/usr/local/bin/gpuhub
+[ -e "$command" ] || ln -sfn "$here/.venv/bin/gpuhub" "$command"
+
 . "$here/spawners/stamps.sh"
 sum=$(sha256sum <"$here/spawners/proxy/package-lock.json")
 if [ ! -x "$here/spawners/proxy/node_modules/.bin/configurable-http-proxy" ] || changed proxy "$sum"; then

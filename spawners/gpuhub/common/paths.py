@@ -69,6 +69,11 @@ class Paths:
         return self.state / "jupyterhub.sqlite"
 
     @property
+    def known_nodes(self) -> Path:
+        """The nodes that `gpuhub up` has set up, with the addresses of their daemons."""
+        return self.state / "known-nodes.json"
+
+    @property
     def upgrade_backups(self) -> Path:
         """Folder of the backups that `gpuhub up` makes before it changes the tables of the databases."""
         return self.state / "upgrade-backups"

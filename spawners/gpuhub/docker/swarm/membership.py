@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 from gpuhub.common.errors import Conflict, GpuhubError, NodeUnreachable, SetupError
@@ -23,10 +24,15 @@ _SUBNET_BITS = 24
 _JOIN_DEADLINE_S = 30.0
 
 
-async def ensure_swarm(daemons: DockerClients, cluster: ClusterSettings) -> str | None:
+async def ensure_swarm(
+    daemons: DockerClients, cluster: ClusterSettings, *, away: Collection[str] = frozenset()
+) -> str | None:
     """Join all nodes but guests in one Swarm if users' networks span nodes; nodes that have left join again.
 
     Returns a warning if fewer nodes manage it than should.
+
+    Args:
+        away: Nodes that do not answer, which stay what they are.
 
     Raises:
         SetupError: A node belongs to another Swarm, or the nodes' Swarm has lost more than half of its managers.
@@ -35,7 +41,8 @@ async def ensure_swarm(daemons: DockerClients, cluster: ClusterSettings) -> str 
     if not cluster.has_overlay:
         return None
     lead = await _ensure_manager(daemons, cluster)
-    await asyncio.gather(*(_ensure_joined(daemons, lead, node) for node in cluster.own_nodes if node != lead))
+    others = [node for node in cluster.own_nodes if node != lead and node.name not in away]
+    await asyncio.gather(*(_ensure_joined(daemons, lead, node) for node in others))
     return await ensure_managers(daemons, cluster, lead)
 
 

@@ -165,6 +165,8 @@ def build_single_node(cards: list[gpu.GpuSpec]) -> str:
         'name = "this-machine"',
         'address = "127.0.0.1"',
         'docker = "unix:///run/docker.sock"',
+        # Usually somebody works at its screen, whose programs are on the GPU as well.
+        "desktop = true",
     ]
     models = Counter(card.model for card in cards)
     for number, (model, most) in enumerate(models.items(), start=1):

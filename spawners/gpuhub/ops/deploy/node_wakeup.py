@@ -1,11 +1,11 @@
-"""Wakes sleeping nodes before `gpuhub up` prepares them, since all nodes must answer."""
+"""Wakes sleeping nodes before `gpuhub up` sets them up."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from gpuhub.common.errors import GpuhubError, SetupError
+from gpuhub.common.errors import GpuhubError
 from gpuhub.common.units import format_span
 from gpuhub.config.settings import ClusterSettings, NodeSettings, PowerSettings
 from gpuhub.docker.client import DockerClients
@@ -17,11 +17,7 @@ _POLL_S, _RESEND_S = 1.0, 10.0
 
 
 async def wake_nodes(daemons: DockerClients, cluster: ClusterSettings, report: StepReport) -> None:
-    """Wake all nodes that may sleep and do not answer, and return when they do.
-
-    Raises:
-        SetupError: A line for each node that does not come up in time.
-    """
+    """Wake all nodes that may sleep and do not answer, and return when they do; those that do not in time are noted."""
     answers = await asyncio.gather(*(_is_answering(daemons, node.name) for node in cluster.power_nodes))
     asleep = [node for node, is_up in zip(cluster.power_nodes, answers, strict=True) if not is_up]
     if not asleep:
@@ -30,9 +26,9 @@ async def wake_nodes(daemons: DockerClients, cluster: ClusterSettings, report: S
         outcomes = await asyncio.gather(
             *(_wake(daemons, node, power) for node in asleep if (power := cluster.find_power(node.name)) is not None)
         )
-        errors = [outcome for outcome in outcomes if outcome is not None]
-        if errors:
-            raise SetupError("\n".join(errors))
+    for outcome in outcomes:
+        if outcome is not None:
+            report.note(f"  ! {outcome}")
 
 
 async def _wake(daemons: DockerClients, node: NodeSettings, power: PowerSettings) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ssl
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import httpx
 
@@ -51,13 +53,26 @@ def wait_for_http(url: str, deadline_s: float, paths: Paths, name: str, *, tls: 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundGpus:
+    """What the broker has read of the nodes."""
+
+    #: The GPUs of each node by its name.
+    gpus: dict[str, list[gpus.GpuSpec]]
+    #: A line for each node that answers, and whose GPUs could not be read.
+    unread: tuple[str, ...]
+
+
 def wait_for_gpus(
-    broker_url: str, paths: Paths, deadline_s: float, tls: ssl.SSLContext | None
-) -> dict[str, list[gpus.GpuSpec]]:
-    """Return each node's GPUs once the broker has read those of every node but guests.
+    broker_url: str, paths: Paths, deadline_s: float, tls: ssl.SSLContext | None, *, away: Collection[str] = ()
+) -> FoundGpus:
+    """Return each node's GPUs once the broker has read those of every node but guests, or when the time is over.
+
+    Args:
+        away: Nodes that do not answer, which are not waited for.
 
     Raises:
-        SetupError: A node was not read in time; the broker's reason is in the text.
+        SetupError: No node was read in time; the broker's reasons are in the text.
         SettingsError: Two nodes report the same GPU.
     """
     headers = {"Authorization": f"token {secrets.read_secret(paths, secrets.BROKER_TOKEN)}"}
@@ -67,15 +82,17 @@ def wait_for_gpus(
             answer = client.get(f"{broker_url}/api/v1/cluster")
             answer.raise_for_status()
             view = ClusterView.model_validate_json(answer.content)
-            view = view.model_copy(update={"nodes": tuple(node for node in view.nodes if not node.guest)})
-            unread = [node for node in view.nodes if node.state in _SILENT or not node.gpus]
-            if not unread:
-                check_unique_gpus(view)
-                return group_gpus(view)
-            if time.monotonic() > end:
-                lines = [f"  {node.name}: {node.message or 'has no GPU'}" for node in unread]
-                raise SetupError("\n".join([f"no GPUs could be read within {deadline_s:.0f} s on:", *lines]))
-            time.sleep(0.2)
+            nodes = tuple(node for node in view.nodes if not node.guest and node.name not in away)
+            view = view.model_copy(update={"nodes": nodes})
+            unread = [node for node in nodes if node.state in _SILENT or not node.gpus]
+            if unread and time.monotonic() < end:
+                time.sleep(0.2)
+                continue
+            lines = [f"{node.name}: {node.message or 'has no GPU'}" for node in unread]
+            if len(unread) == len(nodes):
+                raise SetupError("\n  ".join([f"no GPUs could be read within {deadline_s:.0f} s on:", *lines]))
+            check_unique_gpus(view)
+            return FoundGpus(gpus=group_gpus(view), unread=tuple(lines))
 
 
 def check_unique_gpus(view: ClusterView) -> None:

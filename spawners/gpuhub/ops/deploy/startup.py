@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ssl
-from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,30 +18,22 @@ from gpuhub.common.paths import Paths
 from gpuhub.config import settings
 from gpuhub.config.containers import profiles
 from gpuhub.config.head_address import build_broker_url, find_head_address
-from gpuhub.config.machines.data_network import DATA_NETWORK_NOTE
-from gpuhub.docker import esp_probe, networks
-from gpuhub.docker.client import DockerClients
-from gpuhub.docker.containers.firewall_container import ensure_firewall
-from gpuhub.docker.swarm import membership
 from gpuhub.login import kinds as login
 from gpuhub.login.account_checks import check_accounts
-from gpuhub.nodes.daemon_identity import describe_shared_identities
 from gpuhub.nodes.power_switch import check_ipmi
 from gpuhub.notifications import machine_destinations
 from gpuhub.ops.backup import restoration, upgrade_backups
 from gpuhub.ops.backup.contents import Head
 from gpuhub.ops.console import StepReport
-from gpuhub.ops.deploy import cluster_choice, database, file_server, monitoring, node_wakeup, own_config, programs
+from gpuhub.ops.deploy import cluster_choice, database, file_server, monitoring, own_config, programs
 from gpuhub.ops.deploy.cluster_choice import ClusterProvider, find_provider
+from gpuhub.ops.deploy.node_setup import set_up_nodes
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.deploy.proxy import find_proxy
 from gpuhub.ops.deploy.readiness import wait_for_gpus, wait_for_http, wait_for_public_url
-from gpuhub.ops.images import distribution, wheels
+from gpuhub.ops.images import wheels
 from gpuhub.tls import internal_certificates, public_access
 from gpuhub.tls.internal_certificates import CertificateStore
-
-#: Limit of a call to a node that is prepared: its disk may still be writing gigabytes of images. Seconds.
-_PREPARATION_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +110,12 @@ def start_hub(paths: Paths, options: StartupOptions, report: StepReport) -> None
     if backend.capabilities(cluster).external_jobs:
         with report.step(f"{backend.title} has everything that the settings name"):
             asyncio.run(backend.check_site(cluster))
+    away: frozenset[str] = frozenset()
     if backend.capabilities(cluster).containers:
-        asyncio.run(_prepare_nodes(paths, options, cluster, report))
+        away = asyncio.run(set_up_nodes(paths, cluster, options.source, report, refresh=options.refresh))
     with report.step("gpu-launch for laptops"):
         wheels.ensure_laptop_wheel(options.source, paths.laptop_wheel, lambda _step: None)
-    _start_services(paths, cluster, chosen.cluster_file, options, report)
+    _start_services(paths, cluster, chosen.cluster_file, options, report, away=away)
     if prometheus:
         _start_monitoring(paths, cluster, options, report)
     report_addresses(paths, cluster, https, report)
@@ -160,56 +153,20 @@ def _announce(
         report.note(f"  {cluster.notice}")
 
 
-async def _prepare_nodes(
-    paths: Paths, options: StartupOptions, cluster: settings.ClusterSettings, report: StepReport
-) -> None:
-    # The service for guests prepares those, which may be away, and over their slow links.
-    cluster = cluster.without_guests()
-    with closing(DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run)) as daemons:
-        await node_wakeup.wake_nodes(daemons, cluster, report)
-        with report.step(f"Docker answers on {len(cluster.nodes)} node{'s' * (len(cluster.nodes) > 1)}"):
-            answers = await asyncio.gather(*(daemons.call(node.name, "info") for node in cluster.nodes))
-            check_unique_daemons(
-                {node.name: str(info["ID"]) for node, info in zip(cluster.nodes, answers, strict=True)}
-            )
-    with closing(
-        DockerClients(cluster.nodes, instance=paths.instance, run_dir=paths.run, timeout_s=_PREPARATION_TIMEOUT_S)
-    ) as daemons:
-        await distribution.ensure_images(daemons, cluster, paths, options.source, report, refresh=options.refresh)
-        if cluster.has_encrypted_overlay:
-            with report.step("Every node's kernel can encrypt users' networks"):
-                await esp_probe.require_encryption(daemons, [node.name for node in cluster.nodes])
-        with report.step("Networks"):
-            warning = await membership.ensure_swarm(daemons, cluster)
-            await asyncio.gather(
-                *(networks.ensure_access_network(daemons, cluster, paths.instance, node.name) for node in cluster.nodes)
-            )
-        if warning is not None:
-            report.note(f"  ! {warning}")
-        if cluster.has_data_network:
-            report.note(f"  {DATA_NETWORK_NOTE}.")
-        title = "Packet filter" if cluster.network.guard else "No packet filter (network.guard = false)"
-        with report.step(title):
-            await asyncio.gather(
-                *(ensure_firewall(daemons, cluster, paths.instance, node.name) for node in cluster.nodes)
-            )
-
-
-def check_unique_daemons(ids: Mapping[str, str]) -> None:
-    """Check that the nodes' Docker daemons have different ids.
-
-    Raises:
-        SetupError: A line for each id that several nodes have, with their names and the remedy.
-    """
-    shared = describe_shared_identities(ids)
-    if shared:
-        raise SetupError("\n".join(shared))
-
-
 def _start_services(
-    paths: Paths, cluster: settings.ClusterSettings, settings_file: Path, options: StartupOptions, report: StepReport
+    paths: Paths,
+    cluster: settings.ClusterSettings,
+    settings_file: Path,
+    options: StartupOptions,
+    report: StepReport,
+    *,
+    away: Collection[str],
 ) -> None:
-    """Start proxy, broker and hub in this order: the hub needs the other two when it starts."""
+    """Start proxy, broker and hub in this order: the hub needs the other two when it starts.
+
+    Args:
+        away: Nodes that do not answer.
+    """
     supervisor = Supervisor(paths)
     tls = _ensure_certificates(paths, cluster, report) if cluster.has_internal_tls else None
     if _is_stale(paths, settings_file, options.hub_config):
@@ -225,11 +182,14 @@ def _start_services(
     if cluster.guests.endpoint is not None:
         with report.step("WireGuard for guests"):
             supervisor.ensure_started(programs.GUESTS)
-    with report.step("GPUs read on every node"):
-        cards = wait_for_gpus(broker, paths, deadline_s=60, tls=tls)
-        mistakes = profiles.unsatisfiable_profiles(cluster.profiles, cards)
+    with report.step("GPUs read on every node" if not away else "GPUs read"):
+        found = wait_for_gpus(broker, paths, deadline_s=60, tls=tls, away=away)
+        # A node whose GPUs are not known may have those that a profile wants.
+        mistakes = [] if away or found.unread else profiles.unsatisfiable_profiles(cluster.profiles, found.gpus)
         if mistakes:
             raise SettingsError("\n".join(f"{settings_file}: {line}" for line in mistakes))
+    for line in found.unread:
+        report.note(f"  ! {line}. The GPUs of the other nodes can be used; `gpuhub doctor` says more.")
     with report.step("JupyterHub"):
         supervisor.ensure_started(programs.HUB)
         wait_for_public_url(cluster, paths)

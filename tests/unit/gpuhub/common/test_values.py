@@ -157,6 +157,7 @@ def test_a_single_node_file_is_valid(tmp_path):
         ("cpu", "No GPU", 0),
     ]
     assert not cluster.has_overlay
+    assert [node.desktop for node in cluster.nodes] == [True]
 
 
 def test_existing_cluster_file_takes_precedence(tmp_path):

@@ -13,9 +13,9 @@ import pytest
 from gpuhub.broker_api.schemas import ClusterView, GpuState, GpuView, NodeState, NodeView
 from gpuhub.common.errors import SettingsError, SetupError
 from gpuhub.ops.deploy import cluster_choice, startup
+from gpuhub.ops.deploy.node_setup import check_unique_daemons
 from gpuhub.ops.deploy.programs import Supervisor
 from gpuhub.ops.deploy.readiness import check_unique_gpus
-from gpuhub.ops.deploy.startup import check_unique_daemons
 from tests.support.docker.simulated_nodes import build_cluster
 from tests.support.paths import FolderPaths
 
