@@ -80,7 +80,7 @@ CASES = (
     Case("P1", "A node is cut off", "iptables DROP in the node's namespace, both directions", "unreachable; its lease is kept; its GPU is not granted; back after the link is restored"),
     Case("P2", "Cut off while the hub restarts", "P1, and SIGKILL of the hub", "the server is kept, and usable again when the link is restored"),
     Case("P3", "Cut off, stopped and started elsewhere", "P1 on the first node, which keeps users' networks with two others; the user stops the server and starts another, and so does a new user", "the old GPU is quarantined until its node proves the release; both start on other nodes"),
-    Case("P4", "Link cut in one direction, lossy, slow", "DROP of one direction; `statistic` DROP of 30 %; Docker's responses 5 s late", "the node's state changes at most three times; a server on another node starts in at most three times the usual time and 5 s"),
+    Case("P4", "Link cut in one direction, lossy, slow", "DROP of one direction; `statistic` DROP of 30 %; Docker's responses 5 s late", "the node's state changes at most three times; a server on another node starts in at most three times the usual time and 5 s, and 30 s more where the node helps to keep users' networks"),
     Case("P5", "Docker's response is lost", "the relay drops the response after the container was created", "removed or adopted, never two containers"),
     # -- nodes
     Case("N1", "A node dies and returns", "SIGKILL of all its processes; the daemon starts again", "its containers count as ended; its GPU is read, then granted", BOTH),
