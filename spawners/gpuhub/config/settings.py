@@ -127,6 +127,7 @@ class ClusterSettings(SettingsTable):
             *find_port_mistakes(self.monitoring, self.hub),
             *find_idle_mistakes(self.idle, [(profile.name, profile.idle) for profile in self.profiles]),
             *_find_staging_mistakes(self),
+            *_find_overlay_mistakes(self),
             *find_guest_mistakes(self.guests, self.nodes, is_builtin=self.engine == "builtin"),
             *find_cost_mistakes(self.costs, [profile.name for profile in self.profiles]),
             *find_power_mistakes(
@@ -320,6 +321,19 @@ def _duplicates(table: str, key: str, values: list[str]) -> list[str]:
         for value, count in Counter(values).items()
         if count > 1
     ]
+
+
+def _find_overlay_mistakes(cluster: ClusterSettings) -> Iterable[str]:
+    """Return one line for each IPv6 address of a node whose containers use overlays."""
+    if not cluster.has_overlay or (cluster.engine == "slurm" and cluster.slurm.runtime != "docker"):
+        return
+    for node in cluster.own_nodes:
+        for address in sorted({node.address, node.rank_address}):
+            if ":" in address:
+                yield (
+                    f"nodes: {node.name!r}: {address!r} is an IPv6 address, and users' networks between nodes work "
+                    "over IPv4 only: give the node's IPv4 address"
+                )
 
 
 def _find_group_mistakes(cluster: ClusterSettings) -> Iterable[str]:

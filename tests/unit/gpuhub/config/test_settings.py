@@ -79,6 +79,17 @@ def test_circuit_supplies_a_share_of_its_rating_for_hours(tmp_path):
     assert load(tmp_path, GOOD.replace(*add_circuits(whole))).circuits[0].continuous_w == 1800
 
 
+def test_nodes_with_users_networks_have_ipv4_addresses() -> None:
+    """One node needs no network to others, and neither do nodes without Docker."""
+    nodes = [{"name": f"rig{n}", "address": f"fd00::2{n}", "docker": f"unix:///run/rig{n}.sock"} for n in (1, 2)]
+    profiles = [{"name": "any", "title": "Any"}]
+    with pytest.raises(ValueError, match=r"'rig2': 'fd00::22' is an IPv6 address, and users' networks"):
+        build_cluster(nodes=nodes, profiles=profiles)
+    assert not build_cluster(nodes=nodes[:1], profiles=profiles).has_overlay
+    plain = {"runtime": "plain", "command": "/opt/bin/jupyterhub-singleuser"}
+    assert build_cluster(nodes=nodes, profiles=profiles, engine="slurm", slurm=plain).nodes[0].address == "fd00::21"
+
+
 @pytest.mark.parametrize(
     ("addresses", "mistake"),
     [
