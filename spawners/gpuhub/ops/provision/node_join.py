@@ -193,11 +193,13 @@ def _authorize(session: SshSession, plan: JoinPlan, paths: Paths, console: Opera
     try:
         version = asyncio.run(node_access.verify_docker(plan.node, paths))
     except SetupError as error:
+        removed = ""
         if not plan.is_known:
             node_access.revoke_key(session, files)
             files.known_hosts(name).unlink(missing_ok=True)
+            removed = " The key was removed again."
         raise SetupError(
-            f"{error}. The key was removed again. sshd there must allow AuthorizedKeysFile .ssh/authorized_keys, "
+            f"{error}.{removed} sshd there must allow AuthorizedKeysFile .ssh/authorized_keys, "
             "PubkeyAuthentication and AllowStreamLocalForwarding"
         ) from None
     console.write(f"  ✓ Docker {version} answers to gpuhub's own key, which allows nothing else there")
