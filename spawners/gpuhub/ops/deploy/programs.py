@@ -161,14 +161,12 @@ class Supervisor:
     def start(self, programs: Sequence[Program]) -> set[str]:
         """Start supervisord or let it read changed programs; return the names of those that changed and are stopped."""
         config = self._paths.run / "supervisord.conf"
-        text = build_config(self._paths, programs)
-        changed = not config.exists() or config.read_text(encoding="utf-8") != text
-        config.write_text(text, encoding="utf-8")
+        config.write_text(build_config(self._paths, programs), encoding="utf-8")
         config.chmod(0o600)
         if not self.is_running():
             self._launch(config)
             return {program.name for program in programs}
-        return self._reread() if changed else set()
+        return self._reread()
 
     def _launch(self, config: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in _STRIPPED}
@@ -181,6 +179,7 @@ class Supervisor:
         _wait(self.is_running, 15, "supervisord does not answer")
 
     def _reread(self) -> set[str]:
+        """Let supervisord read its file, compare it with what it runs, and replace what differs."""
         added, changed, removed = self._call("supervisor.reloadConfig")[0]
         for name in [*removed, *changed]:
             self.stop(name)
