@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +124,60 @@ def test_doctor_fails_for_broken_drivers_and_gpus(closet: Any, tmp_path: Path, c
     assert [value.endswith("fails: GPU is lost") for value in failures["rig2"]] == [True]
 
 
+@contextmanager
+def silenced(closet: Any, node: str) -> Iterator[None]:
+    """Let the node's daemon answer nothing during the block."""
+    processes = docker_daemons.find_processes(closet.plan, closet.plan.node(node))
+    dockerd = [pid for pid, name in processes.items() if name == "dockerd"]
+    for pid in dockerd:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in dockerd:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_up_starts_without_a_node_that_is_away(closet: Any, tmp_path: Path, cleared: None, faultless: None):
+    """As after a power cut that one machine has not survived, and with another whose driver fails: users get the rest.
+
+    A node that was never set up at its address ends the start instead, also with the same name.
+    """
+    file = write(closet, tmp_path)
+    unknown = file.read_text().replace(node_paths(closet.paths, "rig2").docker_url, "unix:///run/nothing.sock")
+    done = gpuhub("up", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "!" not in done.stdout
+    supervisor = Supervisor(Paths(INSTANCE))
+    for name in ("hub", "broker", "proxy"):
+        supervisor.stop(name)
+    practice_closet.set_fault(closet.paths, "rig3", 0, GpuFault.DRIVER_MISMATCH)
+    with silenced(closet, "rig2"):
+        done = gpuhub("up", file)
+        assert done.returncode == 0, done.stdout + done.stderr
+        [away] = [line for line in done.stdout.splitlines() if "gpuhub starts without it" in line]
+        assert "! node rig2: its Docker daemon did" in away
+        assert re.search(r"! rig3: .*reboot needed.*The GPUs of the other nodes can be used", done.stdout)
+        ada = log_in("https://127.0.0.1:18200", "ada", secrets.read_secret(Paths(INSTANCE), secrets.USER_PASSWORD))
+        ada.close()
+    practice_closet.set_fault(closet.paths, "rig3", 0, GpuFault.NONE)
+    done = gpuhub("up", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "!" not in done.stdout
+    file.write_text(unknown)
+    done = gpuhub("up", file)
+    assert done.returncode == 1
+    assert "node rig2" in done.stderr
+
+
 def test_down_names_nodes_that_do_not_answer(closet: Any, tmp_path: Path, cleared: None):
     """`down` fails with the node in its last line, and the remedy in its text cleans the node."""
     file = write(closet, tmp_path)
     done = gpuhub("up", file)
     assert done.returncode == 0, done.stdout + done.stderr
     mine = {"label": f"{names.LABEL_INSTANCE}={INSTANCE}"}
-    dockerd = [
-        pid
-        for pid, name in docker_daemons.find_processes(closet.plan, closet.plan.node("rig2")).items()
-        if name == "dockerd"
-    ]
-    for pid in dockerd:
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with silenced(closet, "rig2"):
         done = gpuhub("down", file)
-    finally:
-        for pid in dockerd:
-            os.kill(pid, signal.SIGCONT)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "Not cleaned: rig2"
     assert "Stopped." not in done.stdout

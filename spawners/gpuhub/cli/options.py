@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from importlib.metadata import EntryPoint, entry_points
@@ -21,6 +22,7 @@ from gpuhub.ops.broker_connection import connect_to_broker
 
 #: Entry points of other packages that add commands to `gpuhub`; each is a click command.
 COMMAND_ENTRY_POINTS = "gpuhub.commands"
+_HUB_CONFIG = "jupyterhub_config.py"
 F = TypeVar("F", bound=Callable[..., Any])
 #: What a command does with the broker's client, and the console for its output.
 BrokerAction = Callable[[AsyncBrokerClient, AdminConsole], Awaitable[None]]
@@ -101,13 +103,19 @@ def instance_option(command: F) -> F:
     )(command)
 
 
+def find_in_clone(name: str, program: Path = Path(sys.executable)) -> Path:
+    """Return a file of the current folder if that is a clone, else of the clone whose `.venv` has the program."""
+    is_clone = Path(_HUB_CONFIG).exists()
+    return Path(name) if is_clone else program.parent.parent.parent / name
+
+
 def cluster_file_option(command: F) -> F:
     """Add `--cluster-file`."""
     return click.option(
         "--cluster-file",
         type=click.Path(path_type=Path),
-        default=Path("cluster.toml"),
-        help="The settings; default: ./cluster.toml.",
+        default=lambda: find_in_clone("cluster.toml"),
+        help="The settings; default: cluster.toml in gpuhub's folder.",
     )(command)
 
 
@@ -116,8 +124,8 @@ def hub_config_option(command: F) -> F:
     return click.option(
         "--hub-config",
         type=click.Path(path_type=Path),
-        default=Path("jupyterhub_config.py"),
-        help="JupyterHub's configuration; default: ./jupyterhub_config.py.",
+        default=lambda: find_in_clone(_HUB_CONFIG),
+        help="JupyterHub's configuration; default: jupyterhub_config.py in gpuhub's folder.",
     )(command)
 
 

@@ -15,7 +15,7 @@ from gpuhub.broker_api.client import AsyncBrokerClient
 from gpuhub.cli import main
 from gpuhub.cli.console import AdminConsole
 from gpuhub.cli.leases import find_lease
-from gpuhub.cli.options import BrokerAction, BrokerRunner, parse_time
+from gpuhub.cli.options import BrokerAction, BrokerRunner, find_in_clone, parse_time
 from gpuhub.common.errors import Conflict, InvalidRequest, NotFound, SetupError
 from gpuhub.common.log_text import escape_lines
 from gpuhub.common.paths import Paths
@@ -274,3 +274,12 @@ def test_check_says_what_a_data_network_gives_up(
     shown = capsys.readouterr().out
     assert "is valid: 2 nodes" in shown
     assert ("can read and forge what ranks send" in shown) is has_interface
+
+
+def test_settings_are_those_of_the_clone_in_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sudo gpuhub …` works anywhere; in the folder of a clone, that one counts."""
+    program = Path("/opt/gpuhub/.venv/bin/python")
+    monkeypatch.chdir(tmp_path)
+    assert find_in_clone("cluster.toml", program) == Path("/opt/gpuhub/cluster.toml")
+    (tmp_path / "jupyterhub_config.py").touch()
+    assert find_in_clone("cluster.toml", program) == Path("cluster.toml")
