@@ -17,7 +17,7 @@ from gpuhub.broker.operations.idle import begin_suspension
 from gpuhub.broker.state import suspension_room
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.broker_api.schemas import SuspensionState
+from gpuhub.broker_api.schemas import LeaseState, SuspensionState
 from gpuhub.common.errors import GpuhubError
 from gpuhub.docker.client import DockerClients
 from gpuhub.domain import job_states, lease_states, scheduler_input, suspension
@@ -96,7 +96,7 @@ class SuspensionController:
         if not holders:
             return []
         held = {gpu.uuid for lease in core.ledger.snapshot.leases.values() for gpu in lease.held}
-        free = {gpu.uuid for node in core.capacity.inventory.nodes.values() for gpu in node.gpus} - held
+        free = set(self._list_usable()) - held
         free -= frozenset().union(*(usage.unsupplied for usage in core.scheduler.report_circuits().values()))
         free |= set(self._list_leaving())
         by_id = {lease.id: lease for lease in waiting}
@@ -104,11 +104,24 @@ class SuspensionController:
         demands = [self._build_demand(lease, holders) for lease in order[:MAX_DEMANDS]]
         return suspension.choose(demands, holders, free)
 
+    def _list_usable(self) -> Iterator[str]:
+        """Yield the GPUs that can be granted while they are free; also where their node has to be woken, or a reading
+        has to show first that they are empty.
+        """
+        capacity = self._core.capacity
+        for name, node in capacity.inventory.nodes.items():
+            build = capacity.build_awake_capacity if node.is_put_to_sleep else capacity.build_node_capacity
+            of_node = build(name)
+            for slot in of_node.slots if of_node.takes_work else ():
+                freed_at = capacity.lease_flags.get_status(slot.uuid).freed_at
+                if slot.available or (freed_at is not None and not node.is_read_after(freed_at)):
+                    yield slot.uuid
+
     def _list_leaving(self) -> Iterator[str]:
         """Yield the GPUs that are about to be free: of leases that end, and of notebooks that are being suspended."""
         for lease in self._core.ledger.snapshot.leases.values():
             is_suspending = suspension.find_state(lease) is SuspensionState.SUSPENDING
-            if lease.state in lease_states.ENDING or is_suspending:
+            if lease.state is LeaseState.RELEASING or is_suspending:
                 yield from (gpu.uuid for gpu in lease.held)
 
     def _build_demand(self, lease: LeaseRow, holders: Sequence[IdleHolder]) -> WaitingDemand:

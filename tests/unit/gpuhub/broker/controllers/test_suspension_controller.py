@@ -11,13 +11,14 @@ import pytest
 
 from gpuhub.broker.controllers import idle_controller, server_restarter, suspension_controller
 from gpuhub.broker.controllers.nodes import node_controller
+from gpuhub.broker.state import mutations
 from gpuhub.config.containers.idle import ProfileIdleSettings
 from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings
 from gpuhub.domain import lease_states
 from tests.support.broker.calls import ask, delete, post, read, run_notebook, wait_for_state
 from tests.support.broker.in_process import ACCESS, Running, Setting, asgi_broker, until
 from tests.support.clocks import AheadClock
-from tests.support.docker.simulated_nodes import build_cluster
+from tests.support.docker.simulated_nodes import build_cluster, simulated_nodes
 
 PROFILES = [
     ProfileSettings(name="rtx5090", title="RTX 5090", gpu_model="RTX 5090"),
@@ -182,6 +183,55 @@ async def test_only_idle_notebooks_are_suspended_and_only_for_others_who_wait(sc
     await suspension_controller.SuspensionController(scene.running.core, scene.running.app.state.daemons).update()
     assert scene.running.core.ledger.find_leases("suspended") == []
     assert scene.node.suspender_commands == []
+
+
+@pytest.mark.parametrize(
+    ("why", "suspended"),
+    [("nothing", 0), ("cordoned", 1), ("does not answer", 1), ("defect", 1), ("in use outside", 1), ("quarantined", 1)],
+)
+async def test_a_free_gpu_counts_only_where_it_can_be_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, suspended: int
+) -> None:
+    """ben waits, and the second RTX 5090 is free: what keeps it from him is no reason to leave ada's idle one to her."""
+    hasten(monkeypatch)
+    cards = {"rig1": [("NVIDIA GeForce RTX 5090", 32607)], "rig2": [("NVIDIA GeForce RTX 5090", 32607)]}
+    cluster = build_cluster(cards, profiles=PROFILES[:1])
+    setting = Setting(
+        tmp_path,
+        cluster=cluster.model_copy(update={"idle": IdleSettings(suspend_after="10m")}),
+        nodes=simulated_nodes(cards),
+    )
+    setting.clock = AheadClock()
+    async with asgi_broker(setting) as running:
+        await post(running, "root", "/nodes/rig2/cordon", {"reason": "repair"})
+        scene = Scene(running)
+        await scene.start()
+        other = setting.nodes["rig2"]
+        if why == "does not answer":
+            other.is_reachable = False
+        elif why == "defect":
+            other.ecc[0] = 1
+        elif why == "in use outside":
+            other.processes[0], other.used_mib[0] = [PROCESS], USED_MIB
+        if why != "cordoned":
+            await post(running, "root", "/nodes/rig2/undrain")
+
+        if why == "quarantined":
+            ended = await ask(running, "ben", server="two")
+            await run_notebook(running, ended)
+            other.is_reachable = False
+            await delete(running, "ben", f"/leases/{ended['id']}")
+            await running.core.ledger.change(mutations.quarantine({ended["id"]: "node rig2 does not answer"}))
+
+        async def is_seen() -> bool:
+            [slot] = running.core.capacity.build_node_capacity("rig2").slots
+            return slot.available is (why == "nothing")
+
+        await until(is_seen, "the second GPU is as it should be")
+        await ask(running, "ben")
+        await scene.be_idle()
+        await suspension_controller.SuspensionController(running.core, running.app.state.daemons).update()
+        assert len(running.core.ledger.find_leases("suspended")) == suspended
 
 
 @pytest.mark.parametrize(("memory", "suspended"), [("24G", 1), ("48G", 0), (None, 0)])
