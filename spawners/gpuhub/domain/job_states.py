@@ -145,7 +145,7 @@ def fall_asleep(job: JobRow, lease_id: str, now: float) -> JobRow:
 
 def is_asleep(job: JobRow, lease: LeaseRow) -> bool:
     """Return whether a job waits for a request to its port."""
-    return job.sleeps and job.state is JobState.WAITING and lease.is_held and job.after is None
+    return job.times_asleep > 0 and job.state is JobState.WAITING and lease.is_held
 
 
 def has_succeeded(job: JobRow) -> bool:

@@ -29,10 +29,12 @@ def update_dependents(transaction: Transaction, ended: JobRow) -> None:
 
 
 def fill_array(transaction: Transaction, owner: str, array: str) -> None:
-    """Release as many held jobs of an array as its limit permits, in the order of their requests."""
+    """Release as many held jobs of an array as its limit permits, in the order of their requests; not those asleep."""
     jobs = _sort_jobs(transaction, transaction.index.find("array", owner, array))
     held = [job for job in jobs if transaction.leases[job.lease_id].is_held]
-    ready = [job for job in held if job.after is None]
+    ready = [
+        job for job in held if job.after is None and not job_states.is_asleep(job, transaction.leases[job.lease_id])
+    ]
     if not ready:
         return
     limit = ready[0].array_limit

@@ -156,3 +156,18 @@ def test_workers_of_a_group_have_names_in_the_network() -> None:
         (f"rollout-server-0.{GROUP}",),
         (f"rollout-server-1.{GROUP}",),
     ]
+
+
+async def test_sleeping_task_stays_asleep_when_another_ends(setting: Setting) -> None:
+    """Only a request to its port wakes it; before its first start it waits like the others."""
+    async with asgi_broker(setting) as running:
+        first = await post(running, "ada", "/jobs", {"run_id": "run-000002", "detached": True}, 201)
+        server = build_job(1, after="run-000002", port=8000, sleeps=True)
+        group = await request_group(running, build_job(0, after="run-000002"), server)
+        await end_program(running, first)
+        await end_program(running, group[1])
+        await wait_for_state(running, f"/jobs/{group[1]['id']}", "waiting", "ada")
+        await end_program(running, group[0])
+        await wait_for_state(running, f"/jobs/{group[0]['id']}", "ended", "ada")
+        asleep = await read(running, "ada", f"/jobs/{group[1]['id']}")
+        assert (asleep["state"], asleep["lease"]["waiting_for"]) == ("waiting", "a request to its port: it is asleep")
