@@ -209,7 +209,7 @@ class AdmissionController:
                     )
                     for request_item in new
                 }
-            if links.is_group:
+            if links.is_group and added:
                 self._check_bundle([transaction.leases[job.lease_id] for job in added.values()], requester)
             if links.array is not None:
                 chains.fill_array(transaction, who.name, links.array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,7 +12,7 @@ from gpuhub.broker.controllers.worker_launcher import list_aliases
 from gpuhub.domain.models import ResourceRequest
 from tests.support.broker.calls import delete, post, read, wait_for_state
 from tests.support.broker.factories import build_running_job
-from tests.support.broker.in_process import Running, Setting, asgi_broker
+from tests.support.broker.in_process import Running, Setting, asgi_broker, held_writes, until
 
 GROUP = "run-000001"
 
@@ -171,3 +172,17 @@ async def test_sleeping_task_stays_asleep_when_another_ends(setting: Setting) ->
         await wait_for_state(running, f"/jobs/{group[0]['id']}", "ended", "ada")
         asleep = await read(running, "ada", f"/jobs/{group[1]['id']}")
         assert (asleep["state"], asleep["lease"]["waiting_for"]) == ("waiting", "a request to its port: it is asleep")
+
+
+async def test_repeated_request_of_a_group_that_is_being_stored(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that sends it again before the first answer gets the same jobs."""
+    async with asgi_broker(setting) as running:
+        with held_writes(running, monkeypatch) as held:
+            first = asyncio.ensure_future(request_group(running, build_job(0), build_job(1)))
+            await until(lambda: held, "the group is being stored")
+            again = asyncio.ensure_future(request_group(running, build_job(0), build_job(1)))
+            ledger = running.core.ledger
+            await until(lambda: ledger._pending, "the second request waits for the first")
+        assert [job["id"] for job in await first] == [job["id"] for job in await again]
