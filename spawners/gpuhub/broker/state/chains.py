@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpuhub.broker.state.transaction import Transaction
-from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.broker_api.schemas import JobState, LeaseState
 from gpuhub.domain import job_states, lease_states
 from gpuhub.domain.models import JobRow
 
@@ -45,16 +45,31 @@ def fill_array(transaction: Transaction, owner: str, array: str) -> None:
 
 def _end_auxiliary(transaction: Transaction, owner: str, group: str) -> None:
     """End the auxiliary jobs of a job group when all others have ended: those that run, after their delay."""
-    jobs = _sort_jobs(transaction, transaction.index.find("array", owner, group))
-    leases = [transaction.leases[job.lease_id] for job in jobs]
-    if any(lease.resources.auxiliary_s is None for lease in leases):
+    if not _is_auxiliary_alone(transaction, owner, group):
         return
-    for job, lease in zip(jobs, leases, strict=True):
+    for job in _sort_jobs(transaction, transaction.index.find("array", owner, group)):
+        lease = transaction.leases[job.lease_id]
         delay_s = lease.resources.auxiliary_s
         if lease.state is LeaseState.REQUESTED or not delay_s:
             transaction.put_job(job_states.cancel(job, _PRIMARY_ENDED, transaction.now))
         else:
             transaction.put_lease(lease_states.shorten(lease, transaction.now + delay_s, _PRIMARY_ENDED))
+
+
+def _is_auxiliary_alone(transaction: Transaction, owner: str, group: str) -> bool:
+    """Return whether all jobs of a job group that have not ended are auxiliary."""
+    jobs = [transaction.jobs[job_id] for job_id in transaction.index.find("array", owner, group)]
+    return all(transaction.leases[job.lease_id].resources.auxiliary_s is not None for job in jobs)
+
+
+def end_left_over(transaction: Transaction, job: JobRow) -> JobRow:
+    """End an auxiliary job that waits again, or sleeps, when all others of its job group have ended."""
+    is_auxiliary = transaction.leases[job.lease_id].resources.auxiliary_s is not None
+    if not is_auxiliary or job.array is None or job.state is not JobState.WAITING:
+        return job
+    if not _is_auxiliary_alone(transaction, job.owner, job.array):
+        return job
+    return job_states.cancel(job, _PRIMARY_ENDED, transaction.now)
 
 
 def _sort_jobs(transaction: Transaction, job_ids: Iterable[str]) -> list[JobRow]:

@@ -50,6 +50,7 @@ def propagate_job(transaction: Transaction, job: JobRow) -> None:
     job is queued again as soon as nothing of it is left.
     """
     lease = transaction.leases[job.lease_id]
+    job = chains.end_left_over(transaction, job)
     if job.notebook_lease is not None:
         notebook = transaction.leases.get(job.notebook_lease)
         if notebook is None or notebook.state in _OVER:

@@ -62,12 +62,12 @@ async def test_group_waits_for_a_run(setting: Setting) -> None:
             await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
 
 
-async def end_program(running: Running, job: Any) -> None:
-    """End the program of a running job's worker, well."""
+async def end_program(running: Running, job: Any, code: int = 0) -> None:
+    """End the program of a running job's worker."""
     worker = (await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada"))["workers"][0]
     node = running.setting.nodes[worker["node"]]
     [container] = [one for one in node.of_kind("worker") if one["Labels"]["gpuhub.job"] == job["id"]]
-    node.end_container(container["Id"], code=0)
+    node.end_container(container["Id"], code=code)
 
 
 async def test_auxiliary_jobs_end_with_the_others(setting: Setting) -> None:
@@ -186,3 +186,25 @@ async def test_repeated_request_of_a_group_that_is_being_stored(
             ledger = running.core.ledger
             await until(lambda: ledger._pending, "the second request waits for the first")
         assert [job["id"] for job in await first] == [job["id"] for job in await again]
+
+
+@pytest.mark.parametrize("fails", ["before the others end", "after the others end"])
+async def test_auxiliary_job_is_not_tried_again_when_the_others_have_ended(setting: Setting, fails: str) -> None:
+    """It would wait for GPUs and run without end: nothing is left that it could serve, or that could end it."""
+    async with asgi_broker(setting) as running:
+        jobs = [build_job(0), build_job(1, max_retries=2)]
+        body = {"run_id": GROUP, "jobs": jobs, "auxiliary": {f"{GROUP}-1": 600}}
+        group = await post(running, "ada", "/jobs/groups", body, 201)
+        auxiliary = await wait_for_state(running, f"/jobs/{group[1]['id']}", "running", "ada")
+        node = running.setting.nodes[auxiliary["workers"][0]["node"]]
+        if fails == "before the others end":
+            # Its lease ends, and the proof is missing while the others end.
+            await end_program(running, group[1], code=1)
+            node.is_reachable = False
+        await end_program(running, group[0])
+        await wait_for_state(running, f"/jobs/{group[0]['id']}", "ended", "ada")
+        if fails == "after the others end":
+            await end_program(running, group[1], code=1)
+        node.is_reachable = True
+        ended = await wait_for_state(running, f"/jobs/{group[1]['id']}", "ended", "ada")
+        assert ended["reason"] == "the tasks of its job group that it served have ended"
