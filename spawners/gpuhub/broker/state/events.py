@@ -89,6 +89,8 @@ def _list_suspension_changes(before: Suspension | None, after: LeaseRow) -> Iter
         yield "lease.suspended", f"{name} is suspended, {memory} of GPU memory are in host memory: {gpus} is free"
     if new is SuspensionState.RESUMING:
         yield "lease.resuming", f"{name} waits for {gpus} to continue"
+    elif new is SuspensionState.RESTORING:
+        yield "lease.restoring", f"{name} gets {gpus} back, and its memory is being moved there"
     elif new is None and old is SuspensionState.RESTORING:
         yield "lease.resumed", f"{name} has {gpus} back and continues"
 

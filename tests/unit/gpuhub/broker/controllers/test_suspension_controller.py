@@ -12,6 +12,7 @@ import pytest
 from gpuhub.broker.controllers import idle_controller, server_restarter, suspension_controller
 from gpuhub.broker.controllers.nodes import node_controller
 from gpuhub.broker.state import mutations
+from gpuhub.broker_api.schemas import NotificationKind
 from gpuhub.config.containers.idle import ProfileIdleSettings
 from gpuhub.config.settings import ClusterSettings, IdleSettings, ProfileSettings
 from gpuhub.domain import lease_states
@@ -135,6 +136,25 @@ async def test_an_idle_notebook_lends_its_gpu_and_gets_it_back(scene: Scene) -> 
     assert (back["state"], back["epoch"], [gpu["uuid"] for gpu in back["gpus"]]) == ("active", 1, ["GPU-rig1-0"])
     await until(lambda: _has_limit(scene, 16384), "the limit is as before")
     assert (await scene.events("lease.resumed")) == ["ada's notebook has GPU 0 of rig1 back and continues"]
+
+
+async def test_an_owner_who_waited_is_notified_that_the_gpu_is_back(scene: Scene) -> None:
+    """ben had it for ten minutes since ada's cell; whoever waits for a moment watches."""
+    clock = scene.running.setting.clock
+    assert isinstance(clock, AheadClock)
+    await post_suspended(scene)
+    await post(scene.running, "ada", f"{scene.path}/resume")
+    await scene.wait_for(None)
+    await post_suspended(scene)
+    ben = await ask(scene.running, "ben")
+    await wait_for_state(scene.running, f"/leases/{ben['id']}", "granted")
+    await post(scene.running, "ada", f"{scene.path}/resume")
+    clock.ahead_s += 600
+    await delete(scene.running, "root", f"/leases/{ben['id']}")
+    await scene.wait_for(None)
+    [stored] = scene.running.store.outbox.list_notifications("ada", None, 10)
+    assert (stored.kind, stored.title) == (NotificationKind.GRANTED, "Your GPU is back: RTX 5090 on rig1")
+    assert stored.body == "Your notebook waited 10 min and continues now."
 
 
 async def test_a_cell_that_ran_meanwhile_brings_the_gpu_back(scene: Scene) -> None:
