@@ -73,11 +73,19 @@ class LeaseStaging:
         return StagingView(is_ready=True, volumes=transfer.task.result())
 
     def find_starting(self) -> frozenset[str]:
-        """Return the leases whose datasets are copied now, or were a moment ago, so that no container exists yet."""
+        """Return the granted leases whose datasets are copied now, or were a moment ago: no container exists yet.
+
+        What ends meanwhile waits for nothing: its container could not be started any more.
+        """
         since = self._core.clock.monotonic() - START_GRACE_S
         self._ready = {lease: at for lease, at in self._ready.items() if at > since}
         running = {lease for lease, transfer in self._transfers.items() if not transfer.task.done()}
-        return frozenset(running | self._ready.keys())
+        leases = self._core.ledger.snapshot.leases
+        return frozenset(
+            lease
+            for lease in running | self._ready.keys()
+            if lease in leases and leases[lease].state is LeaseState.GRANTED
+        )
 
     async def close(self) -> None:
         """Cancel all transfers."""

@@ -147,3 +147,22 @@ async def test_failed_copy_of_a_notebook_can_be_repeated(setting: Setting, trans
         transfers.error = ""
         ready = await post(running, "spawner", f"/leases/{lease['id']}/stage?wait_s=5")
         assert ready["volumes"] == {"datasets/tokens": "volume-datasets/tokens"}
+
+
+@pytest.mark.parametrize("stage", ["copying", "copied", "started"])
+async def test_notebook_that_is_stopped_frees_its_gpu_at_once(
+    setting: Setting, transfers: Transfers, stage: str
+) -> None:
+    """Also a moment after its datasets were copied, and while they are: no container of it has the GPU then."""
+    setting.cluster = build_cluster(storage=STORAGE)
+    async with asgi_broker(setting) as running:
+        lease = await ask(running, "ada")
+        path = f"/leases/{lease['id']}"
+        if stage != "copying":
+            transfers.held.set()
+        answer = await post(running, "spawner", f"{path}/stage?wait_s=0.1")
+        assert answer["is_ready"] is (stage != "copying")
+        if stage == "started":
+            await run_notebook(running, lease)
+        await delete(running, "ada", path)
+        await wait_for_state(running, path, "released")
