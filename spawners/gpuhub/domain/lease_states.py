@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from gpuhub.broker_api.schemas import LeaseState
+from gpuhub.broker_api.schemas import LeaseState, Purpose
 from gpuhub.common.errors import Conflict
 from gpuhub.common.units import format_span
 from gpuhub.domain import suspension
@@ -111,7 +111,10 @@ def extend(lease: LeaseRow, seconds: int, now: float) -> LeaseRow:
     if is_expired(lease, now):
         raise Conflict(f"lease {lease.id} is over, and is being ended")
     expires_at = now + seconds
-    return lease.evolve(expires_at=expires_at, time_limit_s=round(expires_at - lease.granted_at))
+    extended = lease.evolve(time_limit_s=round(expires_at - lease.granted_at))
+    if suspension.is_time_stopped(lease):
+        return suspension.set_time_left(extended, seconds)
+    return extended.evolve(expires_at=expires_at)
 
 
 def shorten(lease: LeaseRow, until: float, reason: str) -> LeaseRow:
@@ -122,11 +125,17 @@ def shorten(lease: LeaseRow, until: float, reason: str) -> LeaseRow:
 
 
 def restore_time(lease: LeaseRow) -> LeaseRow:
-    """Undo `shorten`: a live lease ends by its own time limit again."""
+    """Undo `shorten`: a live lease ends by its own time limit again.
+
+    What is left to a job that was suspended before is not known any more: it gets its whole limit from then on.
+    """
     if lease.state not in LIVE or lease.reason is None or lease.granted_at is None:
         return lease
     limit = lease.time_limit_s
-    return lease.evolve(expires_at=None if limit is None else lease.granted_at + limit, reason=None)
+    if limit is None or suspension.is_time_stopped(lease):
+        return lease.evolve(expires_at=None, reason=None)
+    began = lease.charged_from if lease.purpose is Purpose.JOB else lease.granted_at
+    return lease.evolve(expires_at=began + limit, reason=None)
 
 
 def set_end(lease: LeaseRow, ends_at: float | None) -> LeaseRow:

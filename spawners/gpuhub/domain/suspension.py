@@ -70,6 +70,18 @@ def is_without_gpu(lease: LeaseRow) -> bool:
     return find_state(lease) in WITHOUT_GPU
 
 
+def is_time_stopped(lease: LeaseRow) -> bool:
+    """Return whether the time limit of a lease does not continue: that of a suspended job."""
+    return lease.purpose is Purpose.JOB and is_without_gpu(lease)
+
+
+def set_time_left(lease: LeaseRow, seconds: float) -> LeaseRow:
+    """Set the time that a suspended job has from the moment at which it continues."""
+    if lease.suspension is None:
+        return lease
+    return lease.evolve(suspension=replace(lease.suspension, left_s=float(seconds)))
+
+
 def list_bound_gpus(lease: LeaseRow) -> tuple[LeasedGpu, ...]:
     """Return the GPUs with whose containers a lease continues: those that it holds, or the one that it waits for."""
     return lease.gpus if is_without_gpu(lease) else lease.held

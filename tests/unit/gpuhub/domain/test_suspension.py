@@ -132,6 +132,30 @@ def test_the_time_limit_of_a_job_stands_still() -> None:
     assert [gpu.uuid for gpu in suspension.list_bound_gpus(away)] == ["GPU-rig1"]
 
 
+def test_a_suspended_job_is_extended_from_the_moment_at_which_it_continues() -> None:
+    """Its time stands still also after that, and whether it had a limit before or not."""
+    _, lease = build_running_job(nodes=1, scavenge=True)
+    for limited in (lease, lease.evolve(expires_at=None, time_limit_s=None)):
+        away = suspension.prove(suspension.begin_job(limited, 8192, 400.0), 8192, 410.0)
+        more = lease_states.extend(away, 3600, 500.0)
+        assert more.expires_at is None
+        assert scheduler_input.build_resume_request(more).time_limit_s == 3600.0
+        assert suspension.regrant(more, 9000.0).expires_at == 12600.0
+
+
+def test_a_job_that_was_suspended_keeps_its_time_when_a_drain_is_undone() -> None:
+    """It had its GPU from 10 to 410 and from 5000 on; counted from the grant alone, its limit of 1000 s would be over."""
+    _, lease = build_running_job(nodes=1, scavenge=True)
+    away = suspension.prove(suspension.begin_job(lease, 8192, 400.0), 8192, 410.0)
+    drained = lease_states.shorten(away, 5600.0, "node rig1 is draining by root")
+    undrained = lease_states.restore_time(drained)
+    assert (undrained.expires_at, undrained.reason) == (None, None)
+    assert suspension.regrant(undrained, 5000.0).expires_at == 5600.0
+    back = suspension.finish(suspension.regrant(away, 5000.0))
+    again = lease_states.restore_time(lease_states.shorten(back, 5100.0, "node rig1 is draining by root"))
+    assert again.expires_at == 6000.0
+
+
 def test_a_suspended_lease_ends_by_the_proof_that_its_container_is_gone() -> None:
     """Although it holds no GPU."""
     suspended = suspension.prove(suspension.begin(active(), 10, 1.0), 10, 2.0)
