@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpuhub.backends.interface import SchedulingBackend
-from gpuhub.broker.state import mutations
+from gpuhub.broker.state import chains, mutations
 from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.broker.state.transaction import Transaction
 from gpuhub.broker.views.views import view_node
@@ -178,3 +178,8 @@ def _restore_times(transaction: Transaction, node: str, others: Mapping[str, Cor
         lease = transaction.leases[lease_id]
         if not any(name in others and others[name].is_draining for name in lease.nodes):
             transaction.put_lease(lease_states.restore_time(lease))
+            job_id = transaction.index.find_one("job of lease", lease_id)
+            array = None if job_id is None else transaction.jobs[job_id].array
+            if array is not None:
+                # The end of an auxiliary task of a job group was no drain's.
+                chains.end_auxiliary(transaction, lease.owner, array)

@@ -25,7 +25,7 @@ def update_dependents(transaction: Transaction, ended: JobRow) -> None:
             _update_dependent(transaction, job, ended, run)
     if ended.array is not None:
         fill_array(transaction, ended.owner, ended.array)
-        _end_auxiliary(transaction, ended.owner, ended.array)
+        end_auxiliary(transaction, ended.owner, ended.array)
 
 
 def fill_array(transaction: Transaction, owner: str, array: str) -> None:
@@ -43,7 +43,7 @@ def fill_array(transaction: Transaction, owner: str, array: str) -> None:
         transaction.put_lease(transaction.leases[job.lease_id].evolve(is_held=False))
 
 
-def _end_auxiliary(transaction: Transaction, owner: str, group: str) -> None:
+def end_auxiliary(transaction: Transaction, owner: str, group: str) -> None:
     """End the auxiliary jobs of a job group when all others have ended: those that run, after their delay."""
     if not _is_auxiliary_alone(transaction, owner, group):
         return

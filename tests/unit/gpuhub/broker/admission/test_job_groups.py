@@ -89,6 +89,10 @@ async def test_auxiliary_jobs_end_with_the_others(setting: Setting) -> None:
         assert last["state"] == "running"
         left_s = (datetime.fromisoformat(last["lease"]["expires_at"]) - datetime.now(UTC)).total_seconds()
         assert 540 < left_s <= 600
+        # The end of a cordon undoes what a drain has shortened, and not this.
+        await post(running, "root", f"/nodes/{last['workers'][0]['node']}/cordon", {})
+        await post(running, "root", f"/nodes/{last['workers'][0]['node']}/undrain")
+        assert (await read(running, "ada", f"/jobs/{group[2]['id']}"))["lease"]["expires_at"] is not None
 
 
 async def test_auxiliary_job_with_a_port_does_not_sleep(setting: Setting) -> None:
