@@ -418,6 +418,12 @@ class Scheduler(Protocol):
         """Return every GPU that the request could ever use, free or not."""
         ...
 
+    def find_grantable(self, request: SchedulingRequest, now: float) -> frozenset[str]:
+        """Return those of the request's candidates that it would be granted if they were free: none while a quota keeps
+        more from its owner, and none that are reserved for others now.
+        """
+        ...
+
     def report_circuits(self) -> Mapping[str, CircuitUsage]:
         """Return how much of each enforced circuit is taken, by its name."""
         ...

@@ -37,6 +37,7 @@ from gpuhub.scheduler.interface import (
 )
 from gpuhub.scheduler.placement import DEFAULT_POLICY, PolicyFactory
 from gpuhub.scheduler.queue import QueueEntry, build_entry
+from gpuhub.scheduler.quota import QuotaHeadroom
 from gpuhub.scheduler.state import SchedulerState
 
 
@@ -78,6 +79,17 @@ class BaseScheduler:
 
     def find_candidates(self, request: SchedulingRequest) -> frozenset[str]:
         return frozenset[str]().union(*find_candidate_slots(request, self._state.capacity).values())
+
+    def find_grantable(self, request: SchedulingRequest, now: float) -> frozenset[str]:
+        if not QuotaHeadroom(self._state.usage, self._state.quotas, now).allows(request.owner, request):
+            return frozenset()
+        reserved = (
+            reservation.uuids
+            for reservation in self._state.reservations
+            if reservation.starts_at <= now < reservation.ends_at
+            and not reservation.admits(request.owner, request.groups)
+        )
+        return self.find_candidates(request).difference(*reserved)
 
     def report_circuits(self) -> Mapping[str, CircuitUsage]:
         return circuits.report_circuits(self._state.capacity)

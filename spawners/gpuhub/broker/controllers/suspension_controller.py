@@ -125,10 +125,16 @@ class SuspensionController:
                 yield from (gpu.uuid for gpu in lease.held)
 
     def _build_demand(self, lease: LeaseRow, holders: Sequence[IdleHolder]) -> WaitingDemand:
-        if lease.suspension is not None:
-            return WaitingDemand(gpus=1, candidates=frozenset({lease.gpus[0].uuid}))
-        request = scheduler_input.build_request(lease)
-        candidates = self._core.scheduler.find_candidates(request)
+        core, is_resuming = self._core, lease.suspension is not None
+        build = scheduler_input.build_resume_request if is_resuming else scheduler_input.build_request
+        request = build(lease)
+        # What its owner holds counts in the owner's quota until it makes way.
+        leases = core.ledger.snapshot.leases
+        own = {holder.uuid for holder in holders if leases[holder.lease].owner == lease.owner}
+        candidates = core.scheduler.find_grantable(request, core.clock.now())
+        candidates |= core.scheduler.find_candidates(request) & own
+        if is_resuming:
+            return WaitingDemand(gpus=1, candidates=candidates)
         useful = [holder for holder in holders if holder.uuid in candidates]
         without_room = {holder.uuid for holder in useful if not self._has_room_beside(holder, lease)}
         return WaitingDemand(gpus=request.least_size, candidates=candidates - without_room)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,30 @@ async def test_a_free_gpu_counts_only_where_it_can_be_granted(
         await scene.be_idle()
         await suspension_controller.SuspensionController(running.core, running.app.state.daemons).update()
         assert len(running.core.ledger.find_leases("suspended")) == suspended
+
+
+@pytest.mark.parametrize(("why", "suspended"), [("quota", 0), ("own quota", 1), ("reservation", 0)])
+async def test_nobody_is_suspended_for_who_could_not_have_the_gpu(scene: Scene, why: str, suspended: int) -> None:
+    """A quota or a reservation keeps it from him; what a user holds already may make way for the same user's request."""
+    running = scene.running
+    owner = "ada" if why == "own quota" else "ben"
+    if why == "reservation":
+        now = datetime.now(UTC)
+        body = {
+            "name": "course", "nodes": ["rig1"], "users": ["ada"],
+            "starts_at": (now - timedelta(hours=1)).isoformat(), "ends_at": (now + timedelta(hours=9)).isoformat(),
+        }  # fmt: skip
+        await post(running, "root", "/reservations", body, 201)
+    else:
+        async with running.client("root") as root:
+            assert (await root.put(f"/api/v1/limits/{owner}", json={"max_gpus": 1})).status_code == 200
+    if why == "quota":
+        await run_notebook(running, await ask(running, "ben", profile="rtx5070"))
+    waiting = await ask(running, owner, server="two")
+    await scene.be_idle()
+    await suspension_controller.SuspensionController(running.core, running.app.state.daemons).update()
+    assert len(running.core.ledger.find_leases("suspended")) == suspended
+    await wait_for_state(running, f"/leases/{waiting['id']}", "granted" if suspended else "requested")
 
 
 @pytest.mark.parametrize(("memory", "suspended"), [("24G", 1), ("48G", 0), (None, 0)])
