@@ -23,8 +23,9 @@ Figure = Callable[[str, float], None]
 @contextmanager
 def power_off(testbed: FaultTestbed, node: str) -> Iterator[None]:
     """Power off the node, and start it at the end."""
+    # In this order: supervisord would start the node again, and its daemon then prove what has ended.
+    testbed.supervisor.kill(node)
     testbed.signal_daemon(node, signal.SIGKILL)
-    testbed.supervisor.stop(node)
     shell.wait_until(lambda: not docker_daemons.is_answering(testbed.plan.node(node), testbed.paths), timeout_s=30)
     try:
         yield
