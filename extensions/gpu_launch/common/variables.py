@@ -47,13 +47,22 @@ class _Fingerprint:
     size: int
     #: Objects that another variable may contain as well. They are kept, so that their ids stay unique.
     parts: tuple[Any, ...]
+    #: Variables that functions and classes within the value use.
+    needs: frozenset[str]
 
 
 class VariableTracker:
     """The variables in `namespace` that the other side has as well."""
 
-    def __init__(self, namespace: dict[str, Any], *, rename: Callable[[str], str | None] | None = None) -> None:
-        self._namespace, self._rename = namespace, rename
+    def __init__(
+        self,
+        namespace: dict[str, Any],
+        *,
+        find_names: Callable[[Any, dict[str, Any]], Iterable[str]],
+        rename: Callable[[str], str | None] | None = None,
+    ) -> None:
+        """`find_names` returns the names in the namespace that a function, or the methods of a class, use."""
+        self._namespace, self._find_names, self._rename = namespace, find_names, rename
         self._digests: dict[str, bytes] = {}
         #: Ids of values that were too large, which take long to pickle.
         self._large: dict[str, int] = {}
@@ -66,28 +75,37 @@ class VariableTracker:
     def find_changes(self, names: Iterable[str], *, limit: int, wanted: Collection[str] = ()) -> Changes:
         """Return those of `names` that the other side lacks or has in an older state, and note that it gets them.
 
-        Variables that share an object with one of these are sent with it. One whose pickle has more than `limit` bytes
-        is refused, except those in `wanted` and those that the other side has in an older state, for which only the
-        limit of an exchange counts.
+        Those that functions and classes within their values use are treated like them. Variables that share an object
+        with one of these are sent with it. One whose pickle has more than `limit` bytes is refused, except those in
+        `wanted` and those that the other side has in an older state, for which only the limit of an exchange counts.
         """
-        values = {name: self._namespace[name] for name in dict.fromkeys(names) if name in self._namespace}
-        modules = {name: value.__name__ for name, value in values.items() if isinstance(value, types.ModuleType)}
-        limits = {name: exchange.MAX_BYTES if name in wanted or name in self._digests else limit for name in values}
+        values: dict[str, Any] = {}
+        limits: dict[str, int] = {}
         prints: dict[str, _Fingerprint] = {}
         refused: dict[str, str] = {}
         too_large: set[str] = set()
-        for name in values.keys() - modules.keys():
-            if self._large.get(name) == id(values[name]) and name not in wanted:
+        pending = list(names)
+        while pending:
+            name = pending.pop(0)
+            if name in values or name not in self._namespace:
+                continue
+            value = values[name] = self._namespace[name]
+            limits[name] = exchange.MAX_BYTES if name in wanted or name in self._digests else limit
+            if isinstance(value, types.ModuleType):
+                continue
+            if self._large.get(name) == id(value) and name not in wanted:
                 too_large.add(name)
                 continue
             try:
-                prints[name] = self._take_fingerprint(name, values[name], limits[name])
+                prints[name] = self._take_fingerprint(name, value, limits[name])
+                pending += sorted(prints[name].needs)
                 self._large.pop(name, None)
             except CannotPickle as error:
                 refused[name] = str(error)
             except TooLarge:
-                self._large[name] = id(values[name])
+                self._large[name] = id(value)
                 too_large.add(name)
+        modules = {name: value.__name__ for name, value in values.items() if isinstance(value, types.ModuleType)}
         changed = {name for name, taken in prints.items() if taken.digest != self._digests.get(name)}
         chosen = _add_sharing(changed, prints)
         new_modules = {name: module for name, module in modules.items() if self._digests.get(name) != module.encode()}
@@ -158,8 +176,11 @@ class VariableTracker:
 
     def _take_fingerprint(self, name: str, value: Any, limit: int) -> _Fingerprint:
         parts: list[Any] = []
+        needs: set[str] = set()
 
         def reduce(obj: Any, reduced: Any) -> Any:
+            if isinstance(obj, (types.FunctionType, type)) and reduced is not NotImplemented:
+                needs.update(self._find_names(obj, self._namespace))
             if isinstance(obj, type) and obj is not value and reduced is not NotImplemented:
                 # A class of the notebook within a value: which one it is counts, not its code.
                 return str, (str(id(obj)),)
@@ -169,7 +190,7 @@ class VariableTracker:
 
         digest = _DigestWriter(limit)
         exchange.dump_into(digest, value, name, rename=self._rename, reduce=reduce)
-        return _Fingerprint(digest.hash.digest(), digest.size, tuple(parts))
+        return _Fingerprint(digest.hash.digest(), digest.size, tuple(parts), frozenset(needs))
 
     def _share_globals(self, obj: Any, reduced: Any) -> Any:
         """Leave out the globals of a function of this namespace: it finds those of the other side."""

@@ -16,6 +16,7 @@ from gpu_launch.errors import GpuLaunchError, LaunchFailed, LaunchInterrupted, U
 from gpu_launch.options import gpu_cell
 from gpu_launch.options.launch_options import LaunchOptions
 from gpu_launch.output.text import format_count, format_size
+from gpu_launch.sessions import cell_names
 from gpu_launch.sessions.cell import CellRequest, CellRun, CellStep, format_failure
 from gpu_launch.sessions.rank_main import ALONE
 from gpu_launch.sessions.session import IdleAction, IdlePolicy, RankSession, SessionKind
@@ -67,7 +68,7 @@ class GpuCellManager(SessionManager):
         except UsageError as error:
             raise UsageError(str(error).replace("--nproc-per-node", "--gpus")) from None
         self._namespace, self._label = namespace, label
-        self._tracker = VariableTracker(namespace, rename=self._rename)
+        self._tracker = VariableTracker(namespace, find_names=cell_names.find_function_names, rename=self._rename)
         #: The notebook's cells whose code was sent, by label.
         self._sources: dict[str, str] = {}
         #: Names of variables that only the worker has, with the reason.

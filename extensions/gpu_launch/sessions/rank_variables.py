@@ -20,7 +20,7 @@ class RankVariables:
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
-        self._tracker = VariableTracker(namespace)
+        self._tracker = VariableTracker(namespace, find_names=cell_names.find_function_names)
         #: Ids of the values before the cell, and names that its code uses or binds, or that it asked for.
         self._before: dict[str, int] = {}
         self._named: frozenset[str] = frozenset()

@@ -95,6 +95,18 @@ def test_changes_in_functions_come_back(kernel: Kernel) -> None:
     assert kernel.good("%%gpu\nprint(model.w)").endswith("\n64\n")
 
 
+def test_variables_that_objects_within_a_container_use_are_sent(kernel: Kernel) -> None:
+    """Such as the modules that layers of a model use in their methods."""
+    kernel.good(
+        "import torch\nimport torch.nn.functional as F\n"
+        "class Block(torch.nn.Module):\n    def forward(self, x): return F.relu(x) * scale\n"
+        "scale, model = 2, torch.nn.Sequential(Block())"
+    )
+    assert kernel.good("%%gpu\nprint(model(torch.ones(1)).item())").endswith("\n2.0\n")
+    kernel.good("scale = 3")
+    assert kernel.good("%%gpu\nprint(model(torch.ones(1)).item())") == "3.0\n"
+
+
 def test_what_cannot_be_pickled_stays_on_the_worker(kernel: Kernel) -> None:
     """It is named, the next cell has it, and a cell that asks for a variable that cannot be sent is told why."""
     kernel.good("import threading\nhandle = threading.Lock()")

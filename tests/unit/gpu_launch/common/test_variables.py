@@ -10,6 +10,7 @@ import pytest
 
 from gpu_launch.common import exchange
 from gpu_launch.common.variables import VariableTracker
+from gpu_launch.sessions.cell_names import find_function_names
 
 MIB = 1024**2
 
@@ -18,8 +19,8 @@ class Sides:
     """A notebook and a worker in one process, each with a main module of its own."""
 
     def __init__(self):
-        self.notebook = VariableTracker(self.make_namespace())
-        self.worker = VariableTracker(self.make_namespace())
+        self.notebook = VariableTracker(self.make_namespace(), find_names=find_function_names)
+        self.worker = VariableTracker(self.make_namespace(), find_names=find_function_names)
         self.here, self.there = self.notebook._namespace, self.worker._namespace
 
     @staticmethod
@@ -112,6 +113,22 @@ def test_functions_see_the_variables_of_the_side_they_are_on(sides):
     assert sides.bring("box", "factor") == ["box"]
     assert isinstance(sides.here["box"], sides.here["Box"])
     assert sides.here["box"].get() == 5
+
+
+def test_functions_and_classes_within_a_value_bring_what_they_use(sides):
+    """As in a list of objects, or layers of a model; changes of it come back with the value."""
+    exec(
+        "factor, unused = 2, 3\ndef scaled(x):\n    calls.append(x)\n    return factor * x\n"
+        "calls = []\nclass Base:\n    def get(self): return scaled(8)\nclass Layer(Base): pass\n"
+        "layers = [Layer()]\ntable = {'scaled': scaled}",
+        sides.here,
+    )
+    assert sides.send("table") == ["calls", "factor", "table"]
+    assert sides.there["table"]["scaled"](2) == 4
+    assert sides.send("layers") == ["Base", "layers", "scaled"]
+    assert sides.there["layers"][0].get() == 16
+    assert sides.bring("layers") == ["calls"]
+    assert sides.here["calls"] == [2, 8]
 
 
 def test_what_cannot_travel_is_named(sides):
