@@ -130,6 +130,10 @@ class VariableTracker:
         """Return those of `names` that were sent in either direction, and that this side has changed or lacks now."""
         return tuple(name for name in names if name in self._digests and not self._is_current(name))
 
+    def list_withdrawn(self, refused: Collection[str]) -> tuple[str, ...]:
+        """Return the names that were sent in either direction, and that this side lacks now or cannot send again."""
+        return tuple(name for name in self._digests if name not in self._namespace or name in refused)
+
     def apply(self, data: bytes, *, limit: int) -> tuple[str, ...]:
         """Take the variables of the other side's `Changes.data`; return their names.
 

@@ -123,6 +123,9 @@ class GpuCellManager(SessionManager):
         self._sent = (*changes.sizes, *changes.modules)
         for name in self._sent:
             self.kept.pop(name, None)
+        # Else the cell would use the older values. What a cell has made there stays.
+        removed = [name for name in self._tracker.list_withdrawn(changes.refused) if name not in self.kept]
+        self._tracker.forget(removed)
         self._announce_large("sending", changes.sizes)
         # A cell may give a variable, without using it, the value that it had when it was sent last.
         unused = set(cell.variables["named"]).difference(cell.variables["names"])
@@ -135,6 +138,7 @@ class GpuCellManager(SessionManager):
                 "named": cell.variables["named"],
                 "wanted": cell.variables["wanted"],
                 "modules": dict(changes.modules),
+                "removed": removed,
                 "outdated": self._tracker.list_outdated(unused),
                 "unsent": {**self._gone, **changes.refused},
             },

@@ -37,6 +37,10 @@ class RankVariables:
         self.has_taken = False
         self._named, self._wanted = frozenset(sent["named"]), tuple(sent["wanted"])
         self._tracker.note_outdated(sent["outdated"])
+        removed = sent.get("removed", ())
+        self._tracker.forget(removed)
+        for name in removed:
+            self._namespace.pop(name, None)
         try:
             for name, module in sent["modules"].items():
                 self._namespace[name] = importlib.import_module(module)

@@ -123,6 +123,25 @@ def test_what_cannot_be_pickled_stays_on_the_worker(kernel: Kernel) -> None:
     assert kernel.good("%%gpu\nwith open('/dev/null') as handle:\n    print(len(handle.read()))\nhandle = 1") == "0\n"
 
 
+def test_cell_does_not_use_what_the_notebook_has_replaced_or_deleted(kernel: Kernel) -> None:
+    """Also where the new value cannot be sent, or the name is a builtin's again."""
+    kernel.good("data, list, late = [1, 2], [3], 4\ndef get(): return late")
+    assert kernel.good("%%gpu\nprint(sum(data), list, get())").endswith("\n3 [3] 4\n")
+    kernel.good("data = (x for x in [10])\ndel list, late")
+    assert kernel.good("%%gpu\nprint(list(range(2)))") == "[0, 1]\n"
+    failed = kernel.run("%%gpu\nprint(sum(data))")
+    assert (
+        "NameError: name 'data' is not defined\ngpu_launch: data is not on the worker: data cannot be" in failed.error
+    )
+    assert "NameError: name 'late' is not defined" in kernel.run("%%gpu\nget()").error
+    assert kernel.good("print(sum(data), 'list' in globals(), 'late' in globals())") == "10 False False\n"
+    kernel.good("data = [5]")
+    assert kernel.good("%%gpu\nprint(sum(data))\ndata = (x for x in data)").startswith("5\n")
+    # What the cell has made there is not removed.
+    kernel.good("del data")
+    assert kernel.good("%%gpu\nprint(next(data))").startswith("5\n")
+
+
 def test_unchanged_values_stay_where_they_are(kernel: Kernel) -> None:
     """A model on the worker is not replaced by the notebook's copy, unless that was changed; shared parts stay shared."""
     kernel.good(
