@@ -146,6 +146,8 @@ class GpuCellMagics(Magics):
                 # What is not in the notebook may be on the worker alone.
                 "named": sorted(names | used | cell_names.select_variables(cell_names.find_bound_names(cell), hidden)),
                 "wanted": list(asked.options.returns),
+                "submodules": cell_names.find_submodules(cell, namespace),
+                "imports": cell_names.find_imports(cell),
             },
         )
 

@@ -8,6 +8,7 @@ import dis
 import functools
 import inspect
 import symtable
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -37,6 +38,36 @@ def find_bound_names(body: str) -> frozenset[str]:
     """
     table = symtable.symtable(body, "<cell>", "exec")
     return frozenset(_iter_bound_names(table))
+
+
+def find_imports(body: str) -> tuple[str, ...]:
+    """Return the submodules that the `import a.b` statements of a cell name.
+
+    Raises:
+        SyntaxError: The cell is not Python.
+    """
+    imports = (node for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Import))
+    return tuple(alias.name for node in imports for alias in node.names if "." in alias.name)
+
+
+def find_submodules(body: str, namespace: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the imported submodules that a cell reaches through a module, such as `xml.dom` by `xml.dom.Node`.
+
+    Raises:
+        SyntaxError: The cell is not Python.
+    """
+    paths = (node for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Attribute))
+    return tuple(name for node in paths if (name := _find_module_name(node, namespace)) in sys.modules)
+
+
+def _find_module_name(node: ast.expr, namespace: Mapping[str, Any]) -> str:
+    """Return the full name that `module.a.b` would have as a module; empty if it does not begin with a module."""
+    match node:
+        case ast.Name() if isinstance(module := namespace.get(node.id), types.ModuleType):
+            return module.__name__
+        case ast.Attribute() if above := _find_module_name(node.value, namespace):
+            return f"{above}.{node.attr}"
+    return ""
 
 
 def find_function_names(value: Any, namespace: dict[str, Any]) -> frozenset[str]:

@@ -135,8 +135,7 @@ class GpuCellManager(SessionManager):
             send=changes.data,
             sources=dict(self._sources),
             variables={
-                "named": cell.variables["named"],
-                "wanted": cell.variables["wanted"],
+                **cell.variables,
                 "modules": dict(changes.modules),
                 "removed": removed,
                 "outdated": self._tracker.list_outdated(unused),
@@ -188,7 +187,7 @@ class GpuCellManager(SessionManager):
         if not header["taken"]:
             self._tracker.forget(self._sent)
         problem = self._take(frames)
-        unread = self._import_modules(header["modules"])
+        unread = self._import_modules(header["modules"], header.get("submodules", ()))
         for name in header["deleted"]:
             self._namespace.pop(name, None)
             self.kept.pop(name, None)
@@ -210,7 +209,7 @@ class GpuCellManager(SessionManager):
             return f"it cannot be read here: {type(error).__name__}: {error}"
         return ""
 
-    def _import_modules(self, modules: Mapping[str, str]) -> dict[str, str]:
+    def _import_modules(self, modules: Mapping[str, str], submodules: Iterable[str]) -> dict[str, str]:
         """Import what the cell has imported; return why a module cannot be imported, by the variable's name."""
         problems: dict[str, str] = {}
         for name, module in modules.items():
@@ -219,6 +218,13 @@ class GpuCellManager(SessionManager):
             except Exception as error:  # noqa: BLE001 - importing runs code of others
                 problems[name] = f"{type(error).__name__}: {error}"
         self._tracker.note_modules({name: module for name, module in modules.items() if name not in problems})
+        for module in submodules:
+            # Not those of a function's own imports.
+            if module.partition(".")[0] in self._namespace:
+                try:
+                    importlib.import_module(module)
+                except Exception as error:  # noqa: BLE001 - importing runs code of others
+                    problems[module] = f"{type(error).__name__}: {error}"
         return problems
 
     def _raise_end(self, session: RankSession, run: CellRun, step: CellStep, *, was_interrupted: bool) -> None:

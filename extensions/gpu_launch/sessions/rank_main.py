@@ -160,6 +160,7 @@ class SessionRank:
             taken=variables.has_taken,
             sizes=dict(changes.sizes),
             modules=dict(changes.modules),
+            submodules=variables.list_submodules(),
             refused=dict(changes.refused),
             too_large=sorted(changes.too_large),
             deleted=deleted,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +27,8 @@ class RankVariables:
         self._before: dict[str, int] = {}
         self._named: frozenset[str] = frozenset()
         self._wanted: tuple[str, ...] = ()
+        #: Submodules that the cell's statements import.
+        self._imports: tuple[str, ...] = ()
         #: All that was sent with the cell could be read.
         self.has_taken = False
 
@@ -36,6 +40,7 @@ class RankVariables:
         """
         self.has_taken = False
         self._named, self._wanted = frozenset(sent["named"]), tuple(sent["wanted"])
+        self._imports = tuple(sent.get("imports", ()))
         self._tracker.note_outdated(sent["outdated"])
         removed = sent.get("removed", ())
         self._tracker.forget(removed)
@@ -44,6 +49,10 @@ class RankVariables:
         try:
             for name, module in sent["modules"].items():
                 self._namespace[name] = importlib.import_module(module)
+            for module in sent.get("submodules", ()):
+                # Where it cannot be imported, the cell's own error says so.
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module)
             self._tracker.note_modules(sent["modules"])
             for data in frames:
                 self._tracker.apply(data, limit=MAX_BYTES)
@@ -53,6 +62,10 @@ class RankVariables:
             raise
         finally:
             self._before = _list_ids(self._namespace)
+
+    def list_submodules(self) -> list[str]:
+        """Return the submodules that the cell's statements have imported."""
+        return [name for name in self._imports if name in sys.modules]
 
     def find_changes(self) -> tuple[Changes, tuple[str, ...]]:
         """Return what the cell has made or changed, and the names that it has deleted."""

@@ -123,6 +123,18 @@ def test_what_cannot_be_pickled_stays_on_the_worker(kernel: Kernel) -> None:
     assert kernel.good("%%gpu\nwith open('/dev/null') as handle:\n    print(len(handle.read()))\nhandle = 1") == "0\n"
 
 
+def test_submodules_are_there_in_both_directions(kernel: Kernel) -> None:
+    """`import a.b` gives the variable `a`, and the code uses `a.b`."""
+    kernel.good("import email, wsgiref.util, wsgiref as other")
+    assert kernel.good("%%gpu\nprint(wsgiref.util.__name__, other.util is wsgiref.util)").endswith(
+        "\nwsgiref.util True\n"
+    )
+    kernel.good("%%gpu\nimport email.mime.audio, xmlrpc.server\ndef later():\n    import xmlrpc.missing")
+    assert kernel.good("print(email.mime.audio.__name__, xmlrpc.server.__name__)") == (
+        "email.mime.audio xmlrpc.server\n"
+    )
+
+
 def test_cell_does_not_use_what_the_notebook_has_replaced_or_deleted(kernel: Kernel) -> None:
     """Also where the new value cannot be sent, or the name is a builtin's again."""
     kernel.good("data, list, late = [1, 2], [3], 4\ndef get(): return late")

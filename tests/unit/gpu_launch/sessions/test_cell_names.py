@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import xml.dom.minidom
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_functions_are_found_within_decorators():
         "loop": set(),
         "open_cell": set(),
     }
+
+
+def test_submodules_are_found_by_the_way_to_them():
+    """Those that are imported, through whatever name the module has; and those that the cell imports itself."""
+    namespace = {"xml": xml, "dom": xml.dom, "text": "a"}
+    body = "xml.dom.minidom.parseString(text.upper())\ndom.Node\nf().dom.minidom\nimport a.b as c, d\nfrom e.f import g"
+    assert set(cell_names.find_submodules(body, namespace)) == {"xml.dom", "xml.dom.minidom"}
+    assert cell_names.find_submodules("dom.minidom.Node", namespace) == ("xml.dom.minidom",)
+    assert cell_names.find_imports(body) == ("a.b",)
 
 
 def test_names_of_ipython_are_not_a_persons():
