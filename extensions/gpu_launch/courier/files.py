@@ -132,7 +132,8 @@ def write_tar(source: Path, sink: BinaryIO) -> dict[str, int]:
     sizes: list[int] = []
 
     def count_member(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+        replace_hard_link(member, source.parent / member.name)
+        if not (member.isreg() or member.isdir() or member.issym()):
             return None
         if not member.isdir():
             sizes.append(member.size)
@@ -141,6 +142,12 @@ def write_tar(source: Path, sink: BinaryIO) -> dict[str, int]:
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_BLOCK) as tar:
         tar.add(source, arcname=source.name or ".", filter=count_member)
     return {"files": len(sizes), "bytes": sum(sizes)}
+
+
+def replace_hard_link(member: tarfile.TarInfo, path: Path) -> None:
+    """Make a further name of a file that the tar has already a file of its own: receivers take no hard links."""
+    if member.islnk():
+        member.type, member.linkname, member.size = tarfile.REGTYPE, "", path.stat().st_size
 
 
 def resolve_run_folder(home: Path, run: str) -> Path:

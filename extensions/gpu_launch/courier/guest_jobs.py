@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from gpu_launch.common import job_manifest, run_folder, untar
 from gpu_launch.common.job_manifest import JobManifest
-from gpu_launch.courier.files import explain_tar_errors, resolve_path, resolve_run_folder
+from gpu_launch.courier.files import explain_tar_errors, replace_hard_link, resolve_path, resolve_run_folder
 from gpu_launch.courier.protocol import CourierError, IncomingData
 from gpu_launch.errors import UsageError
 
@@ -86,9 +86,12 @@ def pack_job(home: Path, run: str, limit: int, sink: BinaryIO) -> dict[str, int]
             _add_folder(tar, name, home.stat())
         for name, path in sent.items():
             member = tar.gettarinfo(path, name)
-            if member is None or not (member.isreg() or member.isdir() or member.issym()):
+            if member is None:
                 continue
-            # Without names of this machine's users. A hard link's first name may not be sent.
+            replace_hard_link(member, path)
+            if not (member.isreg() or member.isdir() or member.issym()):
+                continue
+            # Without names of this machine's users.
             member.uname = member.gname = ""
             count += 1
             if member.isreg():
