@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pathspec
 
@@ -11,6 +13,8 @@ from gpu_launch.errors import UsageError
 
 #: Later files, and later lines, take precedence.
 IGNORE_FILES = (".gitignore", ".gpulaunchignore")
+#: The group in pathspec's expressions for the slash behind a folder.
+_FOLDER_END = "ps_d"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +59,21 @@ def read_rules_above(folder: Path) -> tuple[IgnoreRules, ...]:
 
 
 def is_ignored(path: Path, levels: tuple[IgnoreRules, ...], *, is_folder: bool) -> bool:
-    """Apply the rule of the nearest folder that has one for the path, like Git."""
+    """Apply the last rule of the nearest folder that names the path, like Git; a folder above it is not ignored."""
     for level in reversed(levels):
-        name = path.relative_to(level.folder).as_posix() + ("/" if is_folder else "")
-        decision = level.spec.check_file(name).include
-        if decision is not None:
-            return bool(decision)
+        name = path.relative_to(level.folder).as_posix()
+        # Most paths match nothing, which pathspec finds out faster.
+        if level.spec.check_file(f"{name}/" if is_folder else name).include is None:
+            continue
+        for rule in reversed(level.spec.patterns):
+            if rule.regex is not None and _names_path(rule.regex, name, is_folder=is_folder):
+                return bool(rule.include)
     return False
+
+
+def _names_path(rule: re.Pattern[Any], name: str, *, is_folder: bool) -> bool:
+    """Return whether a rule names the path itself: pathspec's expressions also match what is in a folder they name."""
+    if any(match.groupdict().get(_FOLDER_END) is None for match in rule.finditer(name)):
+        return True
+    ends = (match.start(_FOLDER_END) for match in rule.finditer(f"{name}/") if _FOLDER_END in rule.groupindex)
+    return is_folder and len(name) in ends

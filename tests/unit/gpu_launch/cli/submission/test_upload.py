@@ -78,6 +78,23 @@ def test_parent_ignore_rules_apply_within_a_repository(tmp_path: Path) -> None:
     assert _names(tmp_path / "repository") == [".gitignore", "project/train.py"]
 
 
+@pytest.mark.parametrize(
+    ("rules", "sent"),
+    [
+        ("*.pt\n.env\n/*\n!/src\n", ["src/a/train.py", "src/train.py"]),
+        ("src/a\n!src/\n", [".env", "data/keep.txt", "data/x.pt", "src/.env", "src/train.py", "src/x.pt"]),
+        ("src/**\n!src/train.py\n*.pt\n", [".env", "data/keep.txt", "src/train.py"]),
+        ("data/**\n!data/keep.txt\nsrc\n", [".env", "data/keep.txt"]),
+        ("*\n!*/\n!*.py\n", ["src/a/train.py", "src/train.py"]),
+    ],
+)
+def test_rules_name_a_folder_and_not_what_is_in_it(tmp_path: Path, rules: str, sent: list[str]) -> None:
+    """As for Git: a folder that is sent again may have files that another rule names."""
+    files = ("src/train.py", "src/a/train.py", "src/x.pt", "src/.env", "data/keep.txt", "data/x.pt", ".env")
+    _make(tmp_path, dict.fromkeys(files, "") | {".git/info/exclude": rules})
+    assert _names(tmp_path) == sent
+
+
 def test_parent_ignore_rules_do_not_apply_outside_a_repository(tmp_path: Path) -> None:
     """A stray .gitignore above is nobody's."""
     _make(tmp_path, {".gitignore": "*\n", "project/train.py": ""})
