@@ -112,35 +112,47 @@ def find_file(home: Path, path: str, limit: int) -> Path:
     if not os.path.lexists(target):
         raise CourierError("not-found", f"there is no {path!r} in the home")
     size = 0
-    for file in _walk_files(target):
+    for path_below in _walk(target):
         with contextlib.suppress(OSError):
-            size += file.lstat().st_size
+            size += path_below.lstat().st_size
         if size > limit:
             raise CourierError("too-large", f"{path} has more than the {limit} bytes that are allowed in one download")
     return target
 
 
-def _walk_files(root: Path) -> Iterator[Path]:
+def _walk(root: Path) -> Iterator[Path]:
+    """Yield a file or folder and all below it, a folder before what is in it."""
     yield root
     if root.is_dir() and not root.is_symlink():
-        for folder, _, names in os.walk(root):
-            yield from (Path(folder, name) for name in names)
+        for folder, folders, names in os.walk(root, onerror=_raise_unless_gone):
+            yield from (Path(folder, name) for name in sorted((*folders, *names)))
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def write_tar(source: Path, sink: BinaryIO) -> dict[str, int]:
-    """Write a file or folder as a tar, beginning with its own name; skip devices, sockets and pipes."""
+    """Write a file or folder as a tar, beginning with its own name; skip devices, sockets and pipes.
+
+    What a running job removes meanwhile, such as an older checkpoint, is left out.
+    """
     sizes: list[int] = []
-
-    def count_member(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        replace_hard_link(member, source.parent / member.name)
-        if not (member.isreg() or member.isdir() or member.issym()):
-            return None
-        if not member.isdir():
-            sizes.append(member.size)
-        return member
-
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_BLOCK) as tar:
-        tar.add(source, arcname=source.name or ".", filter=count_member)
+        for path in _walk(source):
+            with contextlib.suppress(FileNotFoundError):
+                member = tar.gettarinfo(path, str(Path(source.name or ".", path.relative_to(source))))
+                if member is None:
+                    continue
+                replace_hard_link(member, path)
+                if member.isreg():
+                    with path.open("rb") as file:
+                        tar.addfile(member, file)
+                elif member.isdir() or member.issym():
+                    tar.addfile(member)
+                if member.isreg() or member.issym():
+                    sizes.append(member.size)
     return {"files": len(sizes), "bytes": sum(sizes)}
 
 
