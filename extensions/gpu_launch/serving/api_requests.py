@@ -127,6 +127,12 @@ def parse_completion(data: bytes, model: ServedModel) -> GenerationRequest:
 def _parse_body(data: bytes, model: ServedModel, own: set[str]) -> dict[str, Any]:
     try:
         body = json.loads(data)
+        # Tokenizers take no halves of characters, which JSON permits and programs make that cut a text.
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            "The body has half of a surrogate pair, such as \\ud83d alone, which is no character."
+        ) from None
     except (ValueError, RecursionError):
         raise RequestError("The body is not JSON.") from None
     if not isinstance(body, dict):

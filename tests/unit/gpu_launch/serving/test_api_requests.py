@@ -118,6 +118,15 @@ def test_what_is_no_object_is_refused(body):
         api_requests.parse_completion(body, MODEL)
 
 
+def test_half_of_a_character_is_refused():
+    """Tokenizers fail at it, which would be the server's error."""
+    assert complete(prompt="\U0001f600").prompt
+    for ask in (lambda text: complete(prompt=text), lambda text: chat(say(text))):
+        with pytest.raises(RequestError, match="half of a surrogate pair") as refused:
+            ask("cut here: \ud83d")
+        assert refused.value.status == 400
+
+
 def test_too_long_prompts_and_answers_have_openais_code():
     """And unknown models theirs."""
     for body in ({"prompt": "x" * 100}, {"prompt": "x" * 50, "max_tokens": 51}):
