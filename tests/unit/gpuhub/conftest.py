@@ -18,6 +18,12 @@ def cluster() -> ClusterSettings:
 
 
 @pytest.fixture
+def head_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this machine be the example's head node, also where it has no network."""
+    monkeypatch.setattr("gpuhub.config.settings.find_own_address", lambda _targets: "192.168.1.21")
+
+
+@pytest.fixture
 def setting(tmp_path: Path) -> Setting:
     """The practice closet's three nodes, simulated."""
     return Setting(tmp_path)

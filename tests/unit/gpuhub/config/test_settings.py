@@ -267,6 +267,7 @@ def test_error_for_a_missing_file_names_the_example(tmp_path):
         settings.load(tmp_path / "cluster.toml")
 
 
+@pytest.mark.usefixtures("head_address")
 def test_the_example_is_valid_and_shows_every_key():
     """cluster.example.toml loads, and has every key of every table, set or as a comment with its default."""
     settings.load(EXAMPLE)
@@ -283,6 +284,7 @@ def test_the_example_is_valid_and_shows_every_key():
     assert missing == []
 
 
+@pytest.mark.usefixtures("head_address")
 def test_the_example_shows_the_true_defaults(tmp_path):
     """Every commented-out line `# key = value` of the example, taken in, gives the same settings as the default."""
     text = re.sub(r"(?ms)^# \[(slurm|\[circuits\]|\[services\])\]$.*?\n\n", "", EXAMPLE.read_text(encoding="utf-8"))

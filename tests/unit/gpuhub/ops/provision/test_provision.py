@@ -330,6 +330,7 @@ def test_a_reset_connection_with_tls_may_be_a_refusal() -> None:
 # -- cluster.toml --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("head_address")
 def test_node_is_added_after_the_others_and_removed(tmp_path: Path) -> None:
     """Comments and order stay, and the only difference is the new table before the next heading."""
     before = EXAMPLE.read_text()
@@ -584,7 +585,7 @@ def root_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("root_user")
+@pytest.mark.usefixtures("root_user", "head_address")
 def test_unreachable_node_is_removed_only_by_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -619,7 +620,7 @@ def test_the_error_of_a_missing_cluster_file_has_a_remedy(tmp_path: Path, capsys
     assert "copy cluster.example.toml to it" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("root_user")
+@pytest.mark.usefixtures("root_user", "head_address")
 def test_commands_refuse_unknown_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["node", "firewall", "rig9", "--cluster-file", str(EXAMPLE)])
