@@ -166,7 +166,7 @@ def shrink(lease: LeaseRow, nodes: Collection[str], now: float) -> LeaseRow:
     """
     if lease.state not in LIVE:
         raise Conflict(f"lease {lease.id} is {lease.state} and cannot release only some of its nodes")
-    if not set(live_nodes(lease)) - set(nodes):
+    if not set(list_live_nodes(lease)) - set(nodes):
         raise Conflict(f"lease {lease.id} would have no node left")
     return lease.evolve(
         gpus=tuple(
@@ -238,7 +238,7 @@ def is_expired(lease: LeaseRow, now: float) -> bool:
     return lease.expires_at is not None and lease.expires_at <= now
 
 
-def live_nodes(lease: LeaseRow) -> tuple[str, ...]:
+def list_live_nodes(lease: LeaseRow) -> tuple[str, ...]:
     """Return the nodes on which a live lease may have containers, in worker order: all but those marked by `shrink`."""
     if not lease.gpus:
         return lease.nodes
@@ -251,7 +251,7 @@ def refresh_identity(lease: LeaseRow, node: str, identity: tuple[str | None, str
     return lease.evolve(identities={**lease.identities, node: identity})
 
 
-def unproven_nodes(lease: LeaseRow) -> tuple[str, ...]:
+def list_unproven_nodes(lease: LeaseRow) -> tuple[str, ...]:
     """Return the nodes that have not proven yet that they are clear of an ending lease, or of what it releases."""
     if lease.state in {LeaseState.RELEASED, LeaseState.REQUESTED}:
         return ()
@@ -264,7 +264,7 @@ def unproven_nodes(lease: LeaseRow) -> tuple[str, ...]:
 
 
 def _prove_shrunk(lease: LeaseRow, node: str, now: float) -> LeaseRow:
-    if node not in unproven_nodes(lease):
+    if node not in list_unproven_nodes(lease):
         raise Conflict(f"lease {lease.id} is {lease.state}, not releasing")
     return lease.evolve(gpus=tuple(_release_gpu(gpu, now) if gpu.node == node else gpu for gpu in lease.gpus))
 

@@ -286,7 +286,7 @@ def _reconcile_ending(
     )
     return (
         [ProveReleased(lease_id=lease.id)]
-        if is_conclusive and observed_node.node in lease_states.unproven_nodes(lease)
+        if is_conclusive and observed_node.node in lease_states.list_unproven_nodes(lease)
         else []
     )
 

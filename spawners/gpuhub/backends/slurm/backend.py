@@ -193,7 +193,7 @@ class SlurmBackend(SchedulingBackend):
                 ended[lease.id] = end
             if job is None or self._explain_over(lease, job) is not None:
                 continue
-            if lost := lease_outcomes.lost_nodes(lease, job, self._node_names):
+            if lost := lease_outcomes.find_lost_nodes(lease, job, self._node_names):
                 lost_nodes[lease.id] = lost
             if lease_outcomes.has_new_end(lease, job):
                 ends_at[lease.id] = job.ends_at

@@ -69,7 +69,7 @@ def find_clear_nodes(lease: LeaseRow, remaining: set[int]) -> tuple[str, ...]:
     """
     if lease.state not in lease_states.ENDING or lease.slurm_job in remaining:
         return ()
-    return lease_states.unproven_nodes(lease)
+    return lease_states.list_unproven_nodes(lease)
 
 
 def build_node(cluster: ClusterSettings, before: NodeStatus, node: SlurmNode | None, monotonic: float) -> NodeStatus:

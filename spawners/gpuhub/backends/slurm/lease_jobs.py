@@ -169,7 +169,7 @@ class JobUpdater:
             lease = leases.get(job.name.removeprefix(self._job_name("")))
             if lease is None or lease.slurm_job != job.id:
                 continue
-            kept = lease_outcomes.kept_nodes(lease, job, self._node_names)
+            kept = lease_outcomes.find_kept_nodes(lease, job, self._node_names)
             if kept is None:
                 continue
             last = self._refused.get(job.id)

@@ -41,7 +41,7 @@ def explain_over(
         return REQUEUED
     if _has_restarted(lease, job, started_at):
         return RESTARTED
-    kept = set(lease_states.live_nodes(lease)) - lost_nodes(lease, job, node_names)
+    kept = set(lease_states.list_live_nodes(lease)) - find_lost_nodes(lease, job, node_names)
     return None if kept <= {node_names.get(node, node) for node in job.nodes} else RESTARTED
 
 
@@ -64,10 +64,10 @@ def name_log(launch: JobRow, job: SlurmJob | None, reason: str) -> str:
     return f"{reason}; its output is in {build_log_path(launch.joins or launch.run_id, job.id)}"
 
 
-def lost_nodes(lease: LeaseRow, job: SlurmJob, node_names: Mapping[str, str]) -> frozenset[str]:
+def find_lost_nodes(lease: LeaseRow, job: SlurmJob, node_names: Mapping[str, str]) -> frozenset[str]:
     """Return the nodes that Slurm took from an elastic job which continues with enough others."""
     has = {node_names.get(node, node) for node in job.nodes}
-    live = lease_states.live_nodes(lease)
+    live = lease_states.list_live_nodes(lease)
     lost = frozenset(live) - has
     is_elastic = lease.resources.least_nodes < lease.resources.nodes
     is_enough = len(live) - len(lost) >= lease.resources.least_nodes
@@ -75,7 +75,7 @@ def lost_nodes(lease: LeaseRow, job: SlurmJob, node_names: Mapping[str, str]) ->
     return lost if is_elastic and is_enough and continues else frozenset()
 
 
-def kept_nodes(lease: LeaseRow, job: SlurmJob, node_names: Mapping[str, str]) -> tuple[str, ...] | None:
+def find_kept_nodes(lease: LeaseRow, job: SlurmJob, node_names: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the nodes that a running job keeps, by Slurm's names; None where it keeps all.
 
     Nodes go that the lease has released and that are proven clear. The first one stays, as the job's script runs there.

@@ -161,7 +161,7 @@ def find_overdue_proofs(
         if lease.state is LeaseState.RELEASING and now - lease.since >= limit_s:
             reasons = [
                 _explain_missing_proof(inventory, lease.id, node, unproven)
-                for node in lease_states.unproven_nodes(lease)
+                for node in lease_states.list_unproven_nodes(lease)
             ]
             overdue[lease.id] = "; ".join(reasons)
     return overdue

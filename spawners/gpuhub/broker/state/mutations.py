@@ -61,7 +61,7 @@ def prove_released(lease_ids: Sequence[str], node: str) -> Edit:
     def edit(transaction: Transaction) -> None:
         for lease_id in lease_ids:
             lease = transaction.leases.get(lease_id)
-            if lease is not None and node in lease_states.unproven_nodes(lease):
+            if lease is not None and node in lease_states.list_unproven_nodes(lease):
                 transaction.put_lease(lease_states.prove_released(lease, node, transaction.now))
 
     return edit
@@ -245,7 +245,7 @@ def _release_removed_node(transaction: Transaction, lease_id: str, node: str) ->
     if job_id is not None:
         transaction.put_job(job_states.fail(transaction.jobs[job_id], reason, transaction.now))
     lease = transaction.put_lease(lease_states.release(transaction.leases[lease_id], reason, transaction.now))
-    if node in lease_states.unproven_nodes(lease):
+    if node in lease_states.list_unproven_nodes(lease):
         transaction.put_lease(lease_states.prove_released(lease, node, transaction.now))
 
 

@@ -35,10 +35,10 @@ def test_lease_lifecycle_from_request_to_proof() -> None:
 def test_gang_is_released_one_node_at_a_time() -> None:
     """Each node's own proof frees its own GPUs; the last one ends the lease."""
     releasing = lease_states.release(lease_states.grant(lease_row(), shares("rig1", "rig2"), 1.0), "stopped", 2.0)
-    assert lease_states.unproven_nodes(releasing) == ("rig1", "rig2")
+    assert lease_states.list_unproven_nodes(releasing) == ("rig1", "rig2")
     half = lease_states.prove_released(releasing, "rig2", 3.0)
     assert (half.state, [gpu.uuid for gpu in half.held]) == (LeaseState.RELEASING, ["GPU-rig1"])
-    assert lease_states.unproven_nodes(half) == ("rig1",)
+    assert lease_states.list_unproven_nodes(half) == ("rig1",)
     assert lease_states.prove_released(half, "rig1", 4.0).state is LeaseState.RELEASED
 
 
@@ -47,7 +47,7 @@ def test_a_lease_without_gpus_needs_proof_as_well() -> None:
     releasing = lease_states.release(
         lease_states.grant(lease_row(), [NodeAllocation(node="rig1", slots=())], 1.0), "stopped", 2.0
     )
-    assert lease_states.unproven_nodes(releasing) == ("rig1",)
+    assert lease_states.list_unproven_nodes(releasing) == ("rig1",)
     assert lease_states.prove_released(releasing, "rig1", 3.0).state is LeaseState.RELEASED
 
 
@@ -106,7 +106,7 @@ def test_unproven_lease_is_quarantined_until_proof() -> None:
     assert (stuck.state, stuck.quarantined_at, stuck.since) == (LeaseState.QUARANTINED, 40.0, 40.0)
     assert (stuck.reason, stuck.note) == ("stopped", "quarantined: node rig1 does not answer")
     assert [gpu.uuid for gpu in stuck.held] == ["GPU-rig1"]
-    assert lease_states.unproven_nodes(stuck) == ("rig1",)
+    assert lease_states.list_unproven_nodes(stuck) == ("rig1",)
     assert lease_states.quarantine(stuck, "again", 50.0) is stuck
     assert lease_states.prove_released(stuck, "rig1", 60.0).state is LeaseState.RELEASED
 
@@ -139,7 +139,7 @@ def test_elastic_lease_shrinks_by_one_node() -> None:
     """The GPUs are held until there is proof, which frees these alone; the other nodes' proof frees nothing."""
     active = lease_states.activate(lease_states.grant(lease_row(), shares("rig1", "rig2"), 1.0), None, 1.0)
     less = lease_states.shrink(active, {"rig2"}, 2.0)
-    assert (less.state, lease_states.live_nodes(less), lease_states.unproven_nodes(less)) == (
+    assert (less.state, lease_states.list_live_nodes(less), lease_states.list_unproven_nodes(less)) == (
         LeaseState.ACTIVE,
         ("rig1",),
         ("rig2",),
@@ -149,7 +149,7 @@ def test_elastic_lease_shrinks_by_one_node() -> None:
         lease_states.prove_released(less, "rig1", 3.0)
     proven = lease_states.prove_released(less, "rig2", 3.0)
     assert (proven.state, [gpu.uuid for gpu in proven.held]) == (LeaseState.ACTIVE, ["GPU-rig1"])
-    assert lease_states.unproven_nodes(proven) == ()
+    assert lease_states.list_unproven_nodes(proven) == ()
     with pytest.raises(Conflict, match="no node left"):
         lease_states.shrink(proven, {"rig1"}, 4.0)
     ended = lease_states.prove_released(lease_states.release(proven, "stopped", 5.0), "rig1", 6.0)

@@ -160,7 +160,7 @@ def test_a_suspended_lease_ends_by_the_proof_that_its_container_is_gone() -> Non
     """Although it holds no GPU."""
     suspended = suspension.prove(suspension.begin(active(), 10, 1.0), 10, 2.0)
     ending = lease_states.release(suspended, "stopped", 3.0)
-    assert (ending.state, lease_states.unproven_nodes(ending)) == (LeaseState.RELEASING, ("rig1",))
+    assert (ending.state, lease_states.list_unproven_nodes(ending)) == (LeaseState.RELEASING, ("rig1",))
     assert lease_states.prove_released(ending, "rig1", 4.0).state is LeaseState.RELEASED
 
 

@@ -145,7 +145,7 @@ class NodeController:
     def _unproven(self, node: str) -> frozenset[str]:
         """Return leases for which the node must prove that their containers are gone."""
         leases = self._core.ledger.leases_on(node)
-        return frozenset(lease.id for lease in leases if node in rules.unproven_nodes(lease))
+        return frozenset(lease.id for lease in leases if node in rules.list_unproven_nodes(lease))
 
     def _period(self, node: str) -> float:
         core = self._core

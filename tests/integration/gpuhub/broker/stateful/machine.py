@@ -17,7 +17,7 @@ from gpuhub.domain.models import Identity
 from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Link
 from tests.integration.gpuhub.broker.stateful.people import People
 from tests.integration.gpuhub.broker.stateful.settling import settle
-from tests.integration.gpuhub.broker.stateful.truth import wrongs
+from tests.integration.gpuhub.broker.stateful.truth import find_violations
 from tests.integration.gpuhub.broker.stateful.world import ADMIN, CARDS, CIRCUIT, CLUSTERS, PROFILES, World
 
 T = TypeVar("T")
@@ -227,14 +227,14 @@ class BrokerMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_well(self) -> None:
         if hasattr(self, "world"):
-            found = wrongs(self.world, self.people)
+            found = find_violations(self.world, self.people)
             assert not found, found
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
         try:
-            found = settle(self.world, self.people, lambda: wrongs(self.world, self.people))
+            found = settle(self.world, self.people, lambda: find_violations(self.world, self.people))
         finally:
             self.world.close()
             shutil.rmtree(self.folder)

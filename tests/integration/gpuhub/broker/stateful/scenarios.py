@@ -11,7 +11,7 @@ from gpuhub.common import names
 from tests.integration.gpuhub.broker.stateful.boxes import UUIDS, Link
 from tests.integration.gpuhub.broker.stateful.people import Notebook, People
 from tests.integration.gpuhub.broker.stateful.settling import advance_with_hub, settle
-from tests.integration.gpuhub.broker.stateful.truth import wrongs
+from tests.integration.gpuhub.broker.stateful.truth import find_violations
 from tests.integration.gpuhub.broker.stateful.world import World
 
 SEATS = (("ada", ""), ("ada", "two"), ("ben", ""), ("ben", "two"), ("cleo", ""))
@@ -19,13 +19,13 @@ SEATS = (("ada", ""), ("ada", "two"), ("ben", ""), ("ben", "two"), ("cleo", ""))
 
 def check_invariants(world: World, people: People) -> None:
     """Check that no invariant is broken at this moment."""
-    found = wrongs(world, people)
+    found = find_violations(world, people)
     assert not found, found
 
 
 def check_recovery(world: World, people: People) -> None:
     """Check the invariants after every fault is healed, and that nothing is left after all users have finished."""
-    found = settle(world, people, lambda: wrongs(world, people))
+    found = settle(world, people, lambda: find_violations(world, people))
     assert not found, found
 
 

@@ -19,7 +19,7 @@ from tests.integration.gpuhub.broker.stateful.world import WATTS, World
 _HOLDING = frozenset({LeaseState.GRANTED, LeaseState.ACTIVE, LeaseState.RELEASING, LeaseState.QUARANTINED})
 
 
-def wrongs(world: World, people: People) -> list[str]:
+def find_violations(world: World, people: People) -> list[str]:
     """Return all violations at this moment."""
     stored = read_leases(world)
     found = [*people.wrong, *world.faults, *_find_double_use(world, stored, people.forced)]

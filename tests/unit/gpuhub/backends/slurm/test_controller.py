@@ -83,7 +83,7 @@ async def test_elastic_gang_accepts_fewer_nodes_and_survives_a_loss(site: Broker
         site.slurm.change(lease.slurm_job, nodes=("rig1",), gpus={"rig1": (0,)})
         await harness.controller.step()
         after = harness.lease(lease.id)
-        assert (after.state, lease_states.live_nodes(after)) == (LeaseState.ACTIVE, ("rig1",))
+        assert (after.state, lease_states.list_live_nodes(after)) == (LeaseState.ACTIVE, ("rig1",))
 
 
 async def test_node_of_a_shrunk_gang_is_returned_to_slurm(site: BrokerEnvironment) -> None:
@@ -116,7 +116,7 @@ async def test_node_of_a_shrunk_gang_is_returned_to_slurm(site: BrokerEnvironmen
             "it is not free, as Slurm does not give it to anybody"
         )
         after = harness.lease(lease.id)
-        assert (after.state, lease_states.live_nodes(after)) == (LeaseState.ACTIVE, ("rig2",))
+        assert (after.state, lease_states.list_live_nodes(after)) == (LeaseState.ACTIVE, ("rig2",))
 
 
 async def test_gpus_are_matched_to_slurm_numbers_by_type(tmp_path: Path) -> None:
