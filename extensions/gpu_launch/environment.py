@@ -40,7 +40,7 @@ class Environment:
     #: GPUHUB_KEEP_WORKERS_S: how long workers stay with a notebook after a launch, seconds; 0 for not at all.
     keep_workers_s: float = 0.0
     #: GPU_LAUNCH_ROSTER: all workers, in those of a detached job only, as the broker's API has them (JSON).
-    roster: str = ""
+    worker_list: str = ""
     #: GPU_LAUNCH_PREEMPTIONS, there too: the number of the job's preemptions before these workers started.
     preemptions: int = 0
     #: GPU_LAUNCH_RETRIES, there too, such as `1/3`: how often the job has started again after a failure, and may.
@@ -101,7 +101,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         worker=int(worker) if worker.isdecimal() else None,
         home=Path(env.get("HOME") or Path.home()),
         keep_workers_s=float(keep) if keep.isdecimal() else 0.0,
-        roster=env.get("GPU_LAUNCH_ROSTER", ""),
+        worker_list=env.get("GPU_LAUNCH_ROSTER", ""),
         user=env.get("JUPYTERHUB_USER") or env.get("USER", ""),
         head_address=env.get("GPUHUB_HEAD_ADDRESS", ""),
         broker_ca=env.get("GPUHUB_BROKER_CA", ""),

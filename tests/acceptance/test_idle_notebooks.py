@@ -51,7 +51,7 @@ while not (folder / "enough").exists():
 """
 WAITING = ".Toastify__toast:has-text('its cells wait')"
 WARNING = ".Toastify__toast:has-text('will be stopped in')"
-PATIENCE_MS = 2 * (STOP_AFTER_S + 30) * 1000
+TIMEOUT_MS = 2 * (STOP_AFTER_S + 30) * 1000
 pytestmark = pytest.mark.backend("builtin")
 
 
@@ -128,7 +128,7 @@ def test_owner_is_warned_in_lab_and_at_the_hub(product: Product, ada: User, ben:
     run_cell(ada, "print('kept', 'variables')")
     expect(ada.page.locator(".jp-OutputArea-output", has_text="kept variables")).to_be_visible(timeout=60_000)
     warning = ada.page.locator(WARNING)
-    expect(warning).to_be_visible(timeout=PATIENCE_MS)
+    expect(warning).to_be_visible(timeout=TIMEOUT_MS)
     expect(warning).to_contain_text(re.compile(r"No activity for \d+ s\. This notebook will be stopped in 0:\d\d min"))
     expect(warning.get_by_role("button", name=f"Keep for {KEEP_S} s")).to_be_visible()
     ada.page.wait_for_timeout(1500)  # it slides in
@@ -157,7 +157,7 @@ def test_owner_keeps_it_once(ada: User) -> None:
     ada.picture("idle-kept")
     warning = ada.page.locator(WARNING)
     without_button = warning.filter(has_not=ada.page.get_by_role("button", name="Keep for"))
-    expect(without_button).to_have_count(1, timeout=PATIENCE_MS)
+    expect(without_button).to_have_count(1, timeout=TIMEOUT_MS)
     # The first one may still be sliding away.
     expect(warning).to_have_count(1)
 
@@ -179,7 +179,7 @@ def test_a_running_cell_survives(ada: User) -> None:
 
 def test_idle_gpu_goes_to_who_waits(product: Product, ada: User, ben: User) -> None:
     """Nobody keeps it: the GPU is granted to ben, and ada's pages and the audit log have the reason; files are kept."""
-    expect(ada.page.locator(WARNING)).to_be_visible(timeout=PATIENCE_MS)
+    expect(ada.page.locator(WARNING)).to_be_visible(timeout=TIMEOUT_MS)
     wait_for(lambda: ben.holders().get("RTX 5090") == "ben", "the GPU is granted to ben", deadline_s=120)
     home = open_page(ada, "/hub/home")
     expect(home.locator("#gpuhub-idle .alert-info")).to_contain_text(

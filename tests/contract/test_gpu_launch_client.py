@@ -51,7 +51,7 @@ def running(setting: Setting) -> Iterator[Running]:
 @pytest.fixture
 def client(running: Running) -> BrokerClient:
     """The client of ada's notebook."""
-    return BrokerClient(running.url, "ada", patience_s=5.0)
+    return BrokerClient(running.url, "ada", retry_limit_s=5.0)
 
 
 def _create(client: BrokerClient, *, run_id: str = RUN, nnodes: int = 2, **parts: object) -> models.Job:
@@ -170,7 +170,7 @@ def test_refusals_have_readable_messages(
     """The user reads the problem document's text and status, and the client does not retry."""
     began = time.monotonic()
     with pytest.raises(BrokerError) as caught:
-        _create(BrokerClient(running.url, token, patience_s=30.0), **parts)
+        _create(BrokerClient(running.url, token, retry_limit_s=30.0), **parts)
     assert (caught.value.status, str(caught.value)[: len(text)]) == (status, text)
     assert time.monotonic() - began < 10
 
@@ -221,12 +221,12 @@ def test_client_waits_until_it_may_create_again(setting: Setting, monkeypatch: p
     monkeypatch.setattr(submit, "CREATIONS", RateLimit(burst=2, per_second=1, what="leases and jobs created"))
     told: list[str] = []
     with served_broker(setting) as running:
-        client = BrokerClient(running.url, "ada", patience_s=20.0, on_retry=told.append)
+        client = BrokerClient(running.url, "ada", retry_limit_s=20.0, on_retry=told.append)
         for number in range(2):
             _create(client, run_id=f"run-00000{number}", nnodes=1)
         assert _create(client, run_id="run-000002", nnodes=1).run_id == "run-000002"
         assert [text.partition(":")[0] for text in told] == ["too many leases and jobs created"]
-        hasty = BrokerClient(running.url, "ada", patience_s=0.5)
+        hasty = BrokerClient(running.url, "ada", retry_limit_s=0.5)
         with pytest.raises(BrokerError, match=r"at most 1 per second are allowed, and 2 at once; try again in 1 s"):
             for number in range(3, 9):
                 _create(hasty, run_id=f"run-00000{number}", nnodes=1)
@@ -251,7 +251,7 @@ def test_client_survives_a_restart_of_the_broker(setting: Setting) -> None:
     """A running job and its client continue after a restart of the broker on the same port."""
     with served_broker(setting) as first:
         port = int(first.url.split(":")[2].split("/")[0])
-        client = BrokerClient(first.url, "ada", patience_s=20.0)
+        client = BrokerClient(first.url, "ada", retry_limit_s=20.0)
         job = _wait_state(client, _create(client), models.RUNNING)
     answers: list[models.Job] = []
     asking = threading.Thread(target=lambda: answers.append(client.get_job(job.id)))
@@ -311,7 +311,7 @@ def preempting(tmp_path: Path) -> Iterator[Running]:
 
 def test_a_scavenging_job_is_preempted_and_waits_again(preempting: Running) -> None:
     """The job has a deadline for checkpoints; without its workers it waits, and runs again in its turn."""
-    client = BrokerClient(preempting.url, "ada", patience_s=5.0)
+    client = BrokerClient(preempting.url, "ada", retry_limit_s=5.0)
     job = _wait_state(client, _create(client, nnodes=3, demand=GpuRequest(scavenge=True)), models.RUNNING)
     held = preempting.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"}).json()
     preempted = _wait_state(client, job, models.PREEMPTING)
@@ -328,7 +328,7 @@ def test_a_scavenging_job_is_preempted_and_waits_again(preempting: Running) -> N
 
 def test_an_elastic_job_is_shrunk(preempting: Running) -> None:
     """A released worker is no longer in the job, and the others keep their numbers."""
-    client = BrokerClient(preempting.url, "ada", patience_s=5.0)
+    client = BrokerClient(preempting.url, "ada", retry_limit_s=5.0)
     job = _wait_state(client, _create(client, nnodes=3, min_nnodes=1), models.RUNNING)
     going = next(worker.index for worker in job.workers if worker.node == "rig1")
     preempting.send("POST", "/api/v1/leases", "ben", json={"profile": "rtx5090", "key": "k"})

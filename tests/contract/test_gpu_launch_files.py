@@ -53,7 +53,7 @@ def start(client: BrokerClient, **parts: object) -> models.Job:
 
 def test_job_is_uploaded_and_its_outcome_returns(running: Running) -> None:
     """A job's folder is uploaded, and log and exit code come back, as `gpu-launch run` does it."""
-    transfer, client = transfer_of(running), BrokerClient(running.url, "ada", patience_s=5.0)
+    transfer, client = transfer_of(running), BrokerClient(running.url, "ada", retry_limit_s=5.0)
     sent = job_manifest.JobManifest(name="train.py", words=("train.py",), folder="gpu-launch/train")
 
     def write(tar: tarfile.TarFile) -> None:
@@ -91,7 +91,7 @@ def test_job_is_uploaded_and_its_outcome_returns(running: Running) -> None:
 
 def test_workers_join_a_pool(running: Running) -> None:
     """Additional workers have the numbers after the first ones."""
-    client = BrokerClient(running.url, "ada", patience_s=5.0)
+    client = BrokerClient(running.url, "ada", retry_limit_s=5.0)
     start(client)
     joined = start(client, run_id="run-000002", joins=RUN, first_worker=1)
     assert joined.joins == RUN
@@ -119,7 +119,7 @@ def test_large_files_are_uploaded_and_downloaded(running: Running) -> None:
 
 def test_terminal_returns_the_exit_code(running: Running) -> None:
     """The exit code of a terminal arrives, and other users' jobs do not exist."""
-    job = start(BrokerClient(running.url, "ada", patience_s=5.0), detached=True)
+    job = start(BrokerClient(running.url, "ada", retry_limit_s=5.0), detached=True)
     shell = open_shell(hub_of(running), job.id, worker=0, command="exit 5")
     try:
         kind, data = shell.socket.recv_data()

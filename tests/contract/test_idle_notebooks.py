@@ -48,7 +48,7 @@ def lease(running: Running) -> dict[str, Any]:
 
 def test_reports_and_keeping(running: Running, lease: dict[str, Any]) -> None:
     """The broker's answers are what the notebook's server and JupyterLab read; a refusal has its text."""
-    client = BrokerClient(running.url, "ada", patience_s=5.0)
+    client = BrokerClient(running.url, "ada", retry_limit_s=5.0)
     answer = client.report_activity(lease["id"], is_busy=True, inactive_s=0.0)
     assert answer == {"idle": None, "report_in_s": 10.0, "gpu_problems": [], "suspension": None}
     with pytest.raises(BrokerError, match="the notebook is not idle: it need not be kept"):
@@ -65,7 +65,7 @@ def test_reports_and_keeping(running: Running, lease: dict[str, Any]) -> None:
 
 def test_suspension_reaches_the_notebook_and_instances(running: Running, lease: dict[str, Any]) -> None:
     """The state that a report is answered with is the one that `gpu-launch instance list` shows."""
-    client = BrokerClient(running.url, "ada", patience_s=5.0)
+    client = BrokerClient(running.url, "ada", retry_limit_s=5.0)
 
     def read() -> tuple[str, bool]:
         [shown] = [one for one in client.list_leases() if one.id == lease["id"]]
@@ -83,7 +83,7 @@ def test_suspension_reaches_the_notebook_and_instances(running: Running, lease: 
 def test_gpu_problems_reach_the_notebook_and_launches(running: Running, lease: dict[str, Any]) -> None:
     """The notebook's server gets them with its report, and a launch that failed asks for those of its nodes."""
     running.setting.nodes["rig1"].xids["GPU-rig1-0"] = [(119, 1, 5.0)]
-    ada = BrokerClient(running.url, "ada", patience_s=5.0)
+    ada = BrokerClient(running.url, "ada", retry_limit_s=5.0)
     group = BrokerWorkerGroup(Mock(workers=0), Mock(), env=Mock(), broker=ada)
     problems = wait_until(lambda: group.list_gpu_problems(["rig1", "rig2"]), "the error is read")
     assert problems == (
@@ -93,13 +93,13 @@ def test_gpu_problems_reach_the_notebook_and_launches(running: Running, lease: d
     assert group.list_gpu_problems(["rig2"]) == ()
     ben = BrokerWorkerGroup(Mock(workers=0), Mock(), env=Mock(), broker=BrokerClient(running.url, "ben"))
     assert ben.list_gpu_problems(["rig1"]) == ()
-    unreachable = BrokerClient("http://127.0.0.1:1/services/broker", "ada", patience_s=0.1)
+    unreachable = BrokerClient("http://127.0.0.1:1/services/broker", "ada", retry_limit_s=0.1)
     assert BrokerWorkerGroup(Mock(workers=0), Mock(), env=Mock(), broker=unreachable).list_gpu_problems(["rig1"]) == ()
 
 
 def test_others_see_idle_gpus_while_they_wait(running: Running, lease: dict[str, Any]) -> None:
     """`%gpu_status` and `gpu-launch status` get since when; nobody does while none waits."""
-    ada, ben = (BrokerClient(running.url, name, patience_s=5.0) for name in ("ada", "ben"))
+    ada, ben = (BrokerClient(running.url, name, retry_limit_s=5.0) for name in ("ada", "ben"))
     ada.report_activity(lease["id"], is_busy=False, inactive_s=30 * 60)
 
     def find_idle() -> list[str]:

@@ -27,7 +27,7 @@ def test_files_are_those_of_gpu_launch(program: str, arguments: tuple[str, ...],
     """Names and settings are the same, the manifest is read, and its script exists in its folder."""
     job = ValidationJob(program=program, arguments=arguments, limit_s=60)
     files = jobs.build_files(job)
-    manifest = job_manifest.parse_manifest(files[run_folder.ORDER].decode())
+    manifest = job_manifest.parse_manifest(files[run_folder.MANIFEST].decode())
     assert job_files.build_files(manifest).keys() <= files.keys()
     assert json.loads(files[run_folder.SETTINGS]) == run_folder.build_settings(is_detached=True)
     run = run_folder.open_run(tmp_path, job.run_id)
@@ -46,8 +46,8 @@ def test_job_of_the_bench_runs_the_module_of_gpu_launch() -> None:
         program="gpu_launch.prediction.bench_main", is_module=True, arguments=(jobs.RESULT,), limit_s=60
     )
     files = jobs.build_files(job)
-    assert files.keys() == {run_folder.ORDER, run_folder.SETTINGS}
-    options = parse_words(list(job_manifest.parse_manifest(files[run_folder.ORDER].decode()).words), cell=False)
+    assert files.keys() == {run_folder.MANIFEST, run_folder.SETTINGS}
+    options = parse_words(list(job_manifest.parse_manifest(files[run_folder.MANIFEST].decode()).words), cell=False)
     assert (options.module, options.script, options.arguments) == (True, job.program, ("result.json",))
     assert importlib.util.find_spec(job.program) is not None
 

@@ -43,7 +43,7 @@ class BrokerClient:
         url: str,
         token: str,
         *,
-        patience_s: float = RETRY_LIMIT_S,
+        retry_limit_s: float = RETRY_LIMIT_S,
         on_retry: Callable[[str], None] = lambda text: None,
         tls: ssl.SSLContext | None = None,
         hub_url: str = "",
@@ -51,7 +51,7 @@ class BrokerClient:
         self._base = f"{url}/api/v1"
         self._hub_url = hub_url
         self._token = token
-        self._patience_s = patience_s
+        self._retry_limit_s = retry_limit_s
         self._on_retry = on_retry
         # A proxy for the internet does not lead to the head node.
         self._opener = urllib.request.build_opener(
@@ -59,14 +59,14 @@ class BrokerClient:
         )
 
     @classmethod
-    def for_notebook(cls, env: Environment, *, patience_s: float = RETRY_LIMIT_S) -> Self:
+    def for_notebook(cls, env: Environment, *, retry_limit_s: float = RETRY_LIMIT_S) -> Self:
         """Return the client of this notebook; its requests fail if the environment names no broker.
 
         Raises:
             BrokerError: The notebook's certificates cannot be read.
         """
         tls = load_own_tls(env)
-        return cls(env.broker_url or "", env.token or "", patience_s=patience_s, tls=tls, hub_url=env.hub_url)
+        return cls(env.broker_url or "", env.token or "", retry_limit_s=retry_limit_s, tls=tls, hub_url=env.hub_url)
 
     def get_cluster(self) -> models.Cluster:
         """Return all nodes and GPUs."""
@@ -318,7 +318,7 @@ class BrokerClient:
         answer_s: float = _ANSWER_TIMEOUT_S,
         given_up: threading.Event | None = None,
     ) -> Any:
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._retry_limit_s
         while True:
             pause_s, reason = _RETRY_S, "the broker does not answer; trying again"
             try:
@@ -379,4 +379,4 @@ def _quote(text: str) -> str:
 
 def build_broker(env: Environment) -> BrokerClient | None:
     """Return the client of this server's broker, None if it has no broker."""
-    return BrokerClient.for_notebook(env, patience_s=_QUERY_RETRY_LIMIT_S) if env.broker_url and env.token else None
+    return BrokerClient.for_notebook(env, retry_limit_s=_QUERY_RETRY_LIMIT_S) if env.broker_url and env.token else None

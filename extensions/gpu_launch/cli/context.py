@@ -103,9 +103,9 @@ class Context:
     def broker(self) -> BrokerClient:
         return self.build_broker(RETRY_LIMIT_S)
 
-    def build_broker(self, patience_s: float) -> BrokerClient:
-        """Build a broker client that waits up to `patience_s` seconds for a restart."""
-        return build_broker(self.hub, on_retry=self.note_once, patience_s=patience_s)
+    def build_broker(self, retry_limit_s: float) -> BrokerClient:
+        """Build a broker client that waits up to `retry_limit_s` seconds for a restart."""
+        return build_broker(self.hub, on_retry=self.note_once, retry_limit_s=retry_limit_s)
 
     @cached_property
     def transfer(self) -> Transfer:

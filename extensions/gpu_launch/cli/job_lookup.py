@@ -88,7 +88,7 @@ def _list_cached_runs(hub: credentials.Hub) -> list[tuple[str, str]]:
     with contextlib.suppress(OSError, ValueError, TypeError):
         if 0 <= time.time() - path.stat().st_mtime < _CACHE_S:
             return [(str(run), str(text)) for run, text in json.loads(path.read_text(encoding="utf-8"))]
-    jobs = sort_newest_first(build_broker(hub, patience_s=_RETRY_LIMIT_S).list_jobs(ended=True))
+    jobs = sort_newest_first(build_broker(hub, retry_limit_s=_RETRY_LIMIT_S).list_jobs(ended=True))
     runs = [(job.run_id, f"{job.name} {derive_state(job)}".strip()) for job in jobs if job.detached]
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -14,7 +14,7 @@ from gpu_launch.common import job_manifest
 from gpu_launch.errors import UsageError
 
 #: Files in a run's folder that are written from outside of the run.
-SETTINGS, ORDER, STACKS_REQUEST = "run.json", "job.json", "stacks.request"
+SETTINGS, MANIFEST, STACKS_REQUEST = "run.json", "job.json", "stacks.request"
 STACKS = "stacks.json"
 #: Number of finished runs whose logs are kept.
 KEPT_RUNS = 20
@@ -62,7 +62,7 @@ class RunFolder:
     @property
     def manifest(self) -> Path:
         """The manifest of a detached job, see `JobManifest`."""
-        return self.root / ORDER
+        return self.root / MANIFEST
 
     @property
     def output(self) -> Path:

@@ -41,7 +41,7 @@ def read_manifest(home: Path, run: str) -> JobManifest:
     """
     folder = resolve_run_folder(home, run)
     try:
-        manifest = job_manifest.parse_manifest((folder / run_folder.ORDER).read_text(encoding="utf-8"))
+        manifest = job_manifest.parse_manifest((folder / run_folder.MANIFEST).read_text(encoding="utf-8"))
         settings = json.loads((folder / run_folder.SETTINGS).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, UsageError):
         raise CourierError("not-found", f"{run} has no files for a job in ~/.gpu_launch/jobs") from None
@@ -164,12 +164,12 @@ def _remove_secrets(folder: Path) -> None:
     """Remove the values of secrets from the manifest of a job that has ended for good."""
     try:
         status = job_manifest.parse_status((folder / "state.json").read_text(encoding="utf-8"))
-        manifest = job_manifest.parse_manifest((folder / run_folder.ORDER).read_text(encoding="utf-8"))
+        manifest = job_manifest.parse_manifest((folder / run_folder.MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, UsageError):
         return
     if status.state in job_manifest.FINAL_STATES and manifest.secret_names:
         text = job_manifest.dump_json(job_manifest.remove_secrets(manifest))
-        run_folder.write_private(folder / run_folder.ORDER, text.encode())
+        run_folder.write_private(folder / run_folder.MANIFEST, text.encode())
 
 
 def _take_member(tar: tarfile.TarFile, member: tarfile.TarInfo, part: str, folder: Path, target: Path) -> bool:

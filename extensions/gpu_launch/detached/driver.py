@@ -148,7 +148,7 @@ class Driver:
     def _build(self) -> Launch:
         """Return the launch, after all checks."""
         job = job_manifest.parse_manifest(self._run.manifest.read_text())
-        workers = parse_workers(self._env.roster)
+        workers = parse_workers(self._env.worker_list)
         self._write_line(f"{job.name} {self._describe_start()} on {render.format_nodes(workers, '')}")
         options = build_options(job, self._run, len(workers))
         cwd = self._env.home / job.folder

@@ -47,6 +47,6 @@ def build_files(manifest: JobManifest, *, python: str = "") -> dict[str, bytes]:
         python: The job's interpreter, in the home on the cluster; empty for the image's.
     """
     return {
-        run_folder.ORDER: dump_json(manifest).encode(),
+        run_folder.MANIFEST: dump_json(manifest).encode(),
         run_folder.SETTINGS: json.dumps(run_folder.build_settings(is_detached=True, python=python)).encode(),
     }

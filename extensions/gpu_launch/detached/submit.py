@@ -27,7 +27,7 @@ from gpu_launch.options import command
 from gpu_launch.options.launch_options import LaunchOptions
 
 _MOST_NAME = 80
-_DRY_RUN_PATIENCE_S = 3.0  # seconds for a broker that does not answer
+_DRY_RUN_RETRY_LIMIT_S = 3.0  # seconds for a broker that does not answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def build_dry_run(
         UsageError, BrokerError: as `submit_from_notebook` does.
     """
     env = environment.read()
-    broker = BrokerClient.for_notebook(env, patience_s=_DRY_RUN_PATIENCE_S)
+    broker = BrokerClient.for_notebook(env, retry_limit_s=_DRY_RUN_RETRY_LIMIT_S)
     user_set = environment.find_changes(before, os.environ)
     validated = validate_detached(options, cell=cell, env=env, broker=broker, user_set=user_set)
     run = run_folder.open_run(env.home, dry_run.RUN)

@@ -237,7 +237,7 @@ def _free_text(report: DryRunReport) -> str:
 def _manifest_text(report: DryRunReport) -> str:
     if report.manifest is None:
         return ""
-    return f"Written to {report.folder}/{run_folder.ORDER}:\n{job_manifest.dump_json(report.manifest)}"
+    return f"Written to {report.folder}/{run_folder.MANIFEST}:\n{job_manifest.dump_json(report.manifest)}"
 
 
 def _command_text(report: DryRunReport) -> str:

@@ -34,7 +34,7 @@ from gpu_launch.notebook_server.notifications import NotificationFeed, Notificat
 from gpu_launch.notebook_server.programs import UserPrograms, find_programs
 
 #: Time that a report waits for a broker that restarts, and until the next report after a failure, seconds.
-_PATIENCE_S = 5.0
+_RETRY_LIMIT_S = 5.0
 _RETRY_S = 10.0
 
 
@@ -189,12 +189,14 @@ def _load_jupyter_server_extension(server: Any) -> None:
         return
     base = server.web_app.settings["base_url"].rstrip("/")
     # JupyterLab asks again by itself, so no request waits for a broker that restarts.
-    backend = lab_routes.LabBackend(BrokerClient.for_notebook(env, patience_s=0.0), env, lease, Path(server.root_dir))
+    backend = lab_routes.LabBackend(
+        BrokerClient.for_notebook(env, retry_limit_s=0.0), env, lease, Path(server.root_dir)
+    )
     routes = [*lab_routes.build_routes(base, backend), *recipe_routes.build_recipe_routes(base, backend)]
     server.web_app.add_handlers(".*$", routes)
     if not lease:
         return
-    broker = BrokerClient.for_notebook(env, patience_s=_PATIENCE_S)
+    broker = BrokerClient.for_notebook(env, retry_limit_s=_RETRY_LIMIT_S)
     reporter, feed = IdleReporter(server, broker, lease), NotificationFeed(server, broker)
     server.web_app.add_handlers(
         ".*$",

@@ -66,7 +66,9 @@ class RankSession:
         env = validated.request.env
         #: Seconds for which idle ranks keep their GPUs while others wait, and for which their workers stay afterwards.
         self.keep_s = choose_keep_s(validated.request.options, env)
-        self._status_broker = BrokerClient.for_notebook(env, patience_s=0.0) if env.broker_url and env.token else None
+        self._status_broker = (
+            BrokerClient.for_notebook(env, retry_limit_s=0.0) if env.broker_url and env.token else None
+        )
         self.run = run_folder.create_run(env.home)
         path = self.run.root / _CONTROL
         arguments = (str(path), *kind.arguments)

@@ -23,7 +23,7 @@ from gpuhub.nodes.status import NodeStatus
 from gpuhub.scheduler.interface import Scheduler
 
 #: How long an unreachable backend is waited for before a notebook's or a worker's container is started, seconds.
-NOTEBOOK_PATIENCE_S, WORKER_PATIENCE_S = 6.0, 60.0
+NOTEBOOK_TIMEOUT_S, WORKER_TIMEOUT_S = 6.0, 60.0
 
 
 class LeaseRejected(GpuhubError):
@@ -201,12 +201,12 @@ class SchedulingBackend(ABC):
             SchedulerUnreachable: It gives no answer; tried again after the next poll.
         """
 
-    async def confirm(self, lease: LeaseRow, *, patience_s: float = NOTEBOOK_PATIENCE_S) -> None:  # noqa: B027
+    async def confirm(self, lease: LeaseRow, *, timeout_s: float = NOTEBOOK_TIMEOUT_S) -> None:  # noqa: B027
         """Refuse to start a container of a lease whose job no longer runs.
 
         Args:
             lease: A granted or active one; its container exists, so that from now on the job's end removes it.
-            patience_s: How long an unreachable backend is waited for.
+            timeout_s: How long an unreachable backend is waited for.
 
         Raises:
             Conflict: Its job is over, or elsewhere.

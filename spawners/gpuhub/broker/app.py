@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gpuhub.backends.builtin import BuiltinBackend
-from gpuhub.backends.interface import WORKER_PATIENCE_S, SchedulingBackend
+from gpuhub.backends.interface import WORKER_TIMEOUT_S, SchedulingBackend
 from gpuhub.backends.plugin import find_plugin
 from gpuhub.broker import audit
 from gpuhub.broker.admission.users import UserDirectory
@@ -168,7 +168,7 @@ def create_app(
             core=core,
             instance=daemons.instance,
             start_worker=start_worker if capabilities.containers else backend.start_worker,
-            refuse_ended=partial(backend.confirm, patience_s=WORKER_PATIENCE_S) if capabilities.external_jobs else None,
+            refuse_ended=partial(backend.confirm, timeout_s=WORKER_TIMEOUT_S) if capabilities.external_jobs else None,
             stage=stager.stage if capabilities.containers else None,
             send_files=guest_files.send,
         )

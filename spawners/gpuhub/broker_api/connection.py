@@ -20,7 +20,7 @@ from gpuhub.common import errors
 T = TypeVar("T")
 
 #: Time for which a call is repeated while the broker does not answer, as during its restart; seconds.
-PATIENCE_S = 15.0
+RETRY_LIMIT_S = 15.0
 #: Delay between two attempts, seconds.
 _RETRY_S = 0.25
 #: Time limit of an ordinary answer, seconds.
@@ -98,12 +98,12 @@ class BrokerConnection:
         url: str,
         token: str,
         *,
-        patience_s: float = PATIENCE_S,
+        retry_limit_s: float = RETRY_LIMIT_S,
         tls: ssl.SSLContext | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`tls` has the trusted authorities and the client certificate for an https:// URL."""
-        self._patience_s = patience_s
+        self._retry_limit_s = retry_limit_s
         self._authorization = f"token {token}"
         self._client = httpx.AsyncClient(
             base_url=f"{url}/api/v1",
@@ -124,7 +124,7 @@ class BrokerConnection:
         """Return a client over the same connections with another token, which does not repeat calls."""
         other = copy.copy(self)
         other._authorization = f"token {token}"
-        other._patience_s = 0.0
+        other._retry_limit_s = 0.0
         return other
 
     @asynccontextmanager
@@ -179,8 +179,8 @@ class BrokerConnection:
         of an upload, and `kind` the answer's content type.
 
         Raises:
-            BrokerUnreachable: there was no answer within the client's patience.
-            TooManyRequests: the call is allowed only after the client's patience.
+            BrokerUnreachable: there was no answer within the client's retry limit.
+            TooManyRequests: the call is allowed only after the client's retry limit.
             GpuhubError: the broker refused the call.
         """
         headers = {"Authorization": self._authorization} | ({} if content is None else {"Content-Type": TAR})
@@ -188,7 +188,7 @@ class BrokerConnection:
             method, path, json=json, content=content, params=params, headers=headers, timeout=limit_s
         )
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s
+        deadline = loop.time() + self._retry_limit_s
         while True:
             pause_s = _RETRY_S
             try:

@@ -19,7 +19,7 @@ from gpuhub.tls.internal_certificates import CertificateStore
 #: Interval at which the culler asks about each notebook, seconds.
 CHECK_PERIOD_S = 10
 #: Time limit of a call to the broker, after which the notebook is asked about again in the next round, seconds.
-_PATIENCE_S = 5.0
+_RETRY_LIMIT_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     broker = AsyncBrokerClient(
         os.environ["GPUHUB_BROKER_URL"],
         os.environ["JUPYTERHUB_API_TOKEN"],
-        patience_s=_PATIENCE_S,
+        retry_limit_s=_RETRY_LIMIT_S,
         tls=CertificateStore(Path(certificates)).build_broker_context() if certificates else None,
     )
     IdleCuller.launch_instance(

@@ -68,14 +68,14 @@ def build_quota(cluster: ClusterSettings, owner: str, hub_groups: Iterable[str],
     )
 
 
-def find_max_lease_s(rights: Quota) -> float | None:
+def find_max_lease_s(quota: Quota) -> float | None:
     """Return the longest lease in seconds, by the owner's own limit and those of the groups; None for no limit."""
-    return _min_limit(limits.longest_lease_s for limits in (rights.per_user, *rights.per_group.values()))
+    return _min_limit(limits.longest_lease_s for limits in (quota.per_user, *quota.per_group.values()))
 
 
-def find_max_gpus(rights: Quota) -> int | None:
+def find_max_gpus(quota: Quota) -> int | None:
     """Return the GPUs that the owner could ever hold at once; None for no limit."""
-    return _min_limit(limits.max_gpus for limits in (rights.per_user, *rights.per_group.values()))
+    return _min_limit(limits.max_gpus for limits in (quota.per_user, *quota.per_group.values()))
 
 
 def _build_user_limits(cluster: ClusterSettings, allowances: Sequence[LimitSettings]) -> QuotaLimits:

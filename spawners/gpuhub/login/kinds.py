@@ -42,7 +42,7 @@ MIN_PASSWORD_LENGTH = 8
 GITLAB = "https://gitlab.com"
 _LDAP_PORTS = {"ldap": 389, "ldaps": 636}
 #: Longest wait for the provider, seconds.
-_PATIENCE_S = 10
+_TIMEOUT_S = 10
 _MAX_SECRET_BYTES = 4096
 
 
@@ -140,7 +140,7 @@ def _tls(authority: Path | None) -> dict[str, Any]:
 
 def _oauth(cluster: ClusterSettings, paths: Paths, hub_url: str) -> dict[str, Any]:
     login = cluster.login
-    request: dict[str, Any] = {"connect_timeout": _PATIENCE_S, "request_timeout": _PATIENCE_S}
+    request: dict[str, Any] = {"connect_timeout": _TIMEOUT_S, "request_timeout": _TIMEOUT_S}
     if login.ca is not None:
         request["ca_certs"] = str(login.ca)
     return {

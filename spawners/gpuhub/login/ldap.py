@@ -19,7 +19,7 @@ from traitlets import Unicode
 from gpuhub.login.password_forms import FormAuthenticator
 
 #: Longest wait for the server, seconds.
-_PATIENCE_S = 5
+_TIMEOUT_S = 5
 _THREADS = 4
 #: Result codes busy, unavailable and other, which do not depend on the password.
 _OUT_OF_ORDER = frozenset({51, 52, 80})
@@ -49,10 +49,10 @@ class LdapAuthenticator(FormAuthenticator, LDAPAuthenticator):  # type: ignore[m
             port=self.server_port,
             use_ssl=self.tls_strategy == TlsStrategy.on_connect,
             tls=ldap3.Tls(**self.tls_kwargs),
-            connect_timeout=_PATIENCE_S,
+            connect_timeout=_TIMEOUT_S,
         )
         connection = ldap3.Connection(
-            server, user=userdn, password=password, read_only=True, receive_timeout=_PATIENCE_S
+            server, user=userdn, password=password, read_only=True, receive_timeout=_TIMEOUT_S
         )
         is_bound = False
         try:

@@ -15,7 +15,7 @@ from gpuhub.common.errors import SetupError
 
 PATH = "/.well-known/openid-configuration"
 #: Longest wait for the provider, seconds.
-_PATIENCE_S = 5
+_TIMEOUT_S = 5
 #: Longest description of a provider, bytes.
 _MAX_BYTES = 1024**2
 #: The requested scopes, if the provider has them; Dex and Authelia have `groups`.
@@ -98,7 +98,7 @@ def _fetch(issuer: str, authority: Path | None) -> object:
     trust = ssl.create_default_context(cafile=None if authority is None else str(authority))
     try:
         with (
-            httpx.Client(verify=trust, timeout=_PATIENCE_S, trust_env=False) as client,
+            httpx.Client(verify=trust, timeout=_TIMEOUT_S, trust_env=False) as client,
             client.stream("GET", url, headers={"Accept": "application/json"}) as response,
         ):
             if response.status_code != httpx.codes.OK:

@@ -25,7 +25,7 @@ from gpuhub.login.base import PolicyAuthenticator
 #: One text for every failure, so that it does not reveal which names exist.
 WRONG_CREDENTIALS = "Wrong user name or password, or the name may not log in here"
 #: Longest wait for PAM and for the system's groups, seconds.
-_PAM_PATIENCE_S = 60
+_PAM_TIMEOUT_S = 60
 _LONGEST_PASSWORD = 1024
 #: bcrypt uses no more, and its library refuses more.
 _BCRYPT_BYTES = 72
@@ -140,7 +140,7 @@ class PamAuthenticator(FormAuthenticator, PAMAuthenticator):  # type: ignore[mis
             return None
         request = super(FormAuthenticator, self).authenticate(handler, {"username": name, "password": password})
         try:
-            is_right = await asyncio.wait_for(maybe_future(request), _PAM_PATIENCE_S)
+            is_right = await asyncio.wait_for(maybe_future(request), _PAM_TIMEOUT_S)
         except TimeoutError:
             raise web.HTTPError(503, reason="The head node's accounts do not answer") from None
         return {"name": name, "groups": sorted(self.rules.filter_known(groups))} if is_right else None
@@ -148,7 +148,7 @@ class PamAuthenticator(FormAuthenticator, PAMAuthenticator):  # type: ignore[mis
     async def find_groups(self, name: str, before: Iterable[str]) -> Iterable[str] | None:
         work = asyncio.get_running_loop().run_in_executor(self.executor, _system_groups, name)
         try:
-            return await asyncio.wait_for(work, _PAM_PATIENCE_S)
+            return await asyncio.wait_for(work, _PAM_TIMEOUT_S)
         except TimeoutError:
             raise web.HTTPError(503, reason="The head node's accounts do not answer") from None
 

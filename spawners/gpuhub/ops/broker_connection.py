@@ -13,7 +13,7 @@ from gpuhub.config.settings import ClusterSettings
 from gpuhub.tls.internal_certificates import CertificateStore
 
 #: Long enough to wait out a restart of the broker, short enough for the person at the terminal; seconds.
-_PATIENCE_S = 3.0
+_RETRY_LIMIT_S = 3.0
 
 
 def connect_to_broker(paths: Paths, token: str | None = None) -> AsyncBrokerClient:
@@ -26,7 +26,7 @@ def connect_to_broker(paths: Paths, token: str | None = None) -> AsyncBrokerClie
     return AsyncBrokerClient(
         build_broker_url(cluster, find_head_address(cluster)),
         token or secrets.read_secret(paths, secrets.BROKER_TOKEN),
-        patience_s=_PATIENCE_S,
+        retry_limit_s=_RETRY_LIMIT_S,
         tls=CertificateStore(paths.internal_certificates).build_broker_context() if cluster.has_internal_tls else None,
     )
 

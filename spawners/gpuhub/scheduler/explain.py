@@ -44,13 +44,13 @@ def describe_wait(
     limit = cycle.headroom.explain(combine(members) if members else request)
     if limit is not None:
         return limit
-    text = _describe_obstacles(request, group, cycle, state)
+    text = _describe_pending_reasons(request, group, cycle, state)
     if len(members) > 1:
         text += f"; it starts together with the other {len(members) - 1} of its job group"
     return text
 
 
-def _describe_obstacles(
+def _describe_pending_reasons(
     request: SchedulingRequest, group: RequestGroup, cycle: SchedulingCycle, state: SchedulerState
 ) -> str:
     if not request.size:

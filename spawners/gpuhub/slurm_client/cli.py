@@ -40,7 +40,7 @@ class SlurmCliClient:
         *,
         commands: Path | None = None,
         conf: Path | None = None,
-        patience_s: float = TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
         find_name: FindName = find_account_name,
     ) -> None:
         """Create the client.
@@ -51,7 +51,7 @@ class SlurmCliClient:
         """
         self._programs = SlurmPrograms(commands, conf)
         self._environment = self._programs.environment | {"SLURM_TIME_FORMAT": "%s"}
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_MAX_COMMANDS, thread_name_prefix="slurm")
         self._user_names = UserNames(find_name)
 
@@ -207,7 +207,7 @@ class SlurmCliClient:
                 errors="replace",
                 env=self._environment,
                 cwd="/",
-                timeout=self._patience_s,
+                timeout=self._timeout_s,
                 start_new_session=True,
                 check=False,
             )
@@ -216,7 +216,7 @@ class SlurmCliClient:
             done = await asyncio.get_running_loop().run_in_executor(self._threads, run)
         except subprocess.TimeoutExpired as error:
             last = messages.shorten_error((error.stderr or b"").decode(errors="replace"))
-            text = f"Slurm does not answer: {program} took more than {self._patience_s:.0f} s"
+            text = f"Slurm does not answer: {program} took more than {self._timeout_s:.0f} s"
             raise SlurmUnreachable(f"{text} ({last})" if last else text) from error
         except OSError as error:
             raise SlurmUnreachable(f"Slurm's command {program} can't be started: {error.strerror}") from error

@@ -107,7 +107,7 @@ class SlurmRestClient:
         key: TokenKey,
         *,
         user: str = "root",
-        patience_s: float = TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
         find_name: FindName = find_account_name,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class SlurmRestClient:
             transport = httpx.AsyncHTTPTransport(uds=socket)
         self._client = httpx.AsyncClient(
             base_url="http://localhost" if socket != url else url,
-            timeout=patience_s,
+            timeout=timeout_s,
             # The machine's own authorities, to which a site can add one.
             verify=ssl.create_default_context(),
             # The environment's proxy variables are for the internet.

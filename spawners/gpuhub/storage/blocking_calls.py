@@ -92,7 +92,7 @@ class BlockingCallPool:
                 return
             calls.threads += 1
         # Daemon threads, because the interpreter would wait for an executor's threads when it ends.
-        threading.Thread(target=self._run_calls, args=(target,), name=f"patience {target}", daemon=True).start()
+        threading.Thread(target=self._run_calls, args=(target,), name=f"blocking calls {target}", daemon=True).start()
 
     def _withdraw(self, target: str, call: _Call) -> None:
         """Drop a call that its caller no longer waits for, unless it has begun."""

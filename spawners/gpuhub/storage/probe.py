@@ -65,8 +65,8 @@ def find_servers(sources: Iterable[str | None], options: str) -> list[NfsServer]
 class NfsProber:
     """Probes servers and caches the results for some seconds. Safe to use from several event loops."""
 
-    def __init__(self, patience: BlockingCallPool) -> None:
-        self._blocking_calls = patience
+    def __init__(self, blocking_calls: BlockingCallPool) -> None:
+        self._blocking_calls = blocking_calls
         self._lock = threading.Lock()
         #: Time of each server's last probe, and the problem that it found.
         self._results: dict[NfsServer, tuple[float, str | None]] = {}

@@ -16,7 +16,7 @@ from tests.support.receivers import Webhook, webhook
 PORT = 18620
 PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", Path(__file__).parents[3] / ".cache" / "pictures"))
 PHONE = {"width": 390, "height": 844}
-PATIENCE_MS = 60_000
+TIMEOUT_MS = 60_000
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def page(hub: ServedHub) -> Iterator[Page]:
     """The page of notifications, for ada."""
     with chromium() as browser:
         page = browser.new_page()
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(TIMEOUT_MS)
         page.goto(f"http://127.0.0.1:{PORT}/hub/login?next=/hub/notifications")
         page.fill("input[name=username]", "ada")
         page.fill("input[name=password]", hub.password)
@@ -72,7 +72,7 @@ def test_a_user_adds_tests_changes_and_removes_a_destination(hub: ServedHub, hoo
     expect(entry).to_contain_text("Nothing was sent yet")
     expect(problem).to_be_hidden()
     entry.get_by_role("button", name="Send a test").click()
-    expect(entry).to_contain_text("Last accepted at", timeout=PATIENCE_MS)
+    expect(entry).to_contain_text("Last accepted at", timeout=TIMEOUT_MS)
     assert [message["title"] for message in hook.received] == ["Notifications of gpuhub arrive here"]
 
     entry.get_by_label("A job has ended").uncheck()

@@ -17,7 +17,7 @@ from tests.support.hub.served_hub import SETTINGS, ServedHub
 
 PORT = 18640
 PICTURES = Path(os.environ.get("GPUHUB_TEST_PICTURES", Path(__file__).parents[3] / ".cache" / "pictures"))
-PATIENCE_MS = 60_000
+TIMEOUT_MS = 60_000
 #: Shows who visits it, and tries what a page could steal.
 PROGRAM = """
 import http.server
@@ -80,7 +80,7 @@ def visitor(hub: ServedHub, browser: Browser, name: str, path: str) -> Iterator[
     """Open a path as a user who logs in on the way."""
     context = browser.new_context()
     page = context.new_page()
-    page.set_default_timeout(PATIENCE_MS)
+    page.set_default_timeout(TIMEOUT_MS)
     page.goto(f"http://127.0.0.1:{PORT}{path}")
     page.fill("input[name=username]", name)
     page.fill("input[name=password]", hub.password)
@@ -99,7 +99,7 @@ def test_a_user_finds_the_service_in_the_menu(hub: ServedHub, browser: Browser) 
         page.screenshot(path=PICTURES / "services-menu.png")
         before = [(cookie["name"], cookie["value"]) for cookie in page.context.cookies()]
         page.get_by_role("link", name="notes").click()
-        expect(page.get_by_role("heading", name="Notes of ada")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_role("heading", name="Notes of ada")).to_be_visible(timeout=TIMEOUT_MS)
         out = page.locator("#out")
         expect(out).to_contain_text("own")
         assert out.inner_text() == '{"cookies":"","hub":"TypeError","own":"/own for ada []"}'
@@ -112,7 +112,7 @@ def test_a_user_finds_the_service_in_the_menu(hub: ServedHub, browser: Browser) 
 def test_the_address_leads_through_the_login(hub: ServedHub, browser: Browser) -> None:
     """Who is not logged in comes back to the address afterwards; who may not use the service is told so."""
     with visitor(hub, browser, "ben", "/services/private/") as page:
-        expect(page.get_by_role("heading", name="Notes of ben")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_role("heading", name="Notes of ben")).to_be_visible(timeout=TIMEOUT_MS)
         address = page.url
     with visitor(hub, browser, "ada", "/services/private/") as page:
         expect(page.locator("body")).to_contain_text("there is no service 'private' that ada may use")

@@ -17,7 +17,7 @@ from tests.support.launch.local_cluster import Notebook
 pytestmark = pytest.mark.browser
 NOTEBOOK = "bars.ipynb"
 #: Longest wait for JupyterLab and the start of four ranks, ms.
-PATIENCE_MS = 120_000
+TIMEOUT_MS = 120_000
 CELL = """%%gpu_ranks --nproc-per-node 4
 import time
 import matplotlib.pyplot as plt
@@ -59,8 +59,8 @@ def page(lab: JupyterLab) -> Iterator[Page]:
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(f"{lab.url}/lab/tree/{NOTEBOOK}?token={TOKEN}")
-        page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=PATIENCE_MS)
-        expect(page.get_by_text("Python 3 (ipykernel) | Idle")).to_be_visible(timeout=PATIENCE_MS)
+        page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=TIMEOUT_MS)
+        expect(page.get_by_text("Python 3 (ipykernel) | Idle")).to_be_visible(timeout=TIMEOUT_MS)
         yield page
         assert errors == []
 
@@ -76,17 +76,17 @@ def test_bars_of_four_ranks_in_tabs(page: Page) -> None:
     page.locator(".jp-CodeCell .cm-content").click()
     page.keyboard.press("Control+Enter")
     tabs = page.locator(".gl-tabs > label")
-    expect(tabs).to_have_text(["rank 0", "rank 1", "rank 2", "rank 3"], timeout=PATIENCE_MS)
+    expect(tabs).to_have_text(["rank 0", "rank 1", "rank 2", "rank 3"], timeout=TIMEOUT_MS)
     tabs.nth(2).click()
     shown = page.locator(".gl-page:visible")
     expect(shown).to_contain_text("training on rank 2")
-    expect(shown.get_by_role("meter", name="epoch 1")).to_be_visible(timeout=PATIENCE_MS)
+    expect(shown.get_by_role("meter", name="epoch 1")).to_be_visible(timeout=TIMEOUT_MS)
     picture(page, "rank-tabs-running")
-    expect(shown.locator("img")).to_be_visible(timeout=PATIENCE_MS)
+    expect(shown.locator("img")).to_be_visible(timeout=TIMEOUT_MS)
     expect(shown.get_by_role("meter").first).to_have_attribute("aria-valuenow", "100")
     expect(shown).to_contain_text("4/4")
     expect(shown.locator("table")).to_contain_text("40")
     picture(page, "rank-tabs-ended")
     text = page.locator(".jp-OutputArea-output pre")
     lines = re.compile(r"^(\[ranks? [\d, -]+( · rig1)?\] done\n?){1,4}$")
-    expect(text).to_have_text([re.compile("gpu_launch: 4 ranks run"), lines], timeout=PATIENCE_MS)
+    expect(text).to_have_text([re.compile("gpu_launch: 4 ranks run"), lines], timeout=TIMEOUT_MS)

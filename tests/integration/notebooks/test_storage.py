@@ -43,9 +43,9 @@ SLEEP = ("sleep", "1000")
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the state of other tests, and let containers only sleep."""
-    patience = BlockingCallPool()
-    monkeypatch.setattr(homes, "BLOCKING_CALLS", patience)
-    monkeypatch.setattr(homes, "PROBER", NfsProber(patience))
+    pool = BlockingCallPool()
+    monkeypatch.setattr(homes, "BLOCKING_CALLS", pool)
+    monkeypatch.setattr(homes, "PROBER", NfsProber(pool))
     monkeypatch.setattr("gpuhub.docker.containers.container_spec.WORKER_COMMAND", SLEEP)
 
 

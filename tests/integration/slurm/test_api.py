@@ -403,7 +403,7 @@ async def test_slurmctld_is_killed_and_returns(slurm: SlurmSite, api: SlurmClien
 
 
 async def test_munged_is_killed_and_returns(slurm: SlurmSite) -> None:
-    api, hasty = SlurmCliClient(conf=slurm.files.conf), SlurmCliClient(conf=slurm.files.conf, patience_s=3)
+    api, hasty = SlurmCliClient(conf=slurm.files.conf), SlurmCliClient(conf=slurm.files.conf, timeout_s=3)
     job = await running(api, build_submission(slurm))
     slurm.daemons.kill("munged")
     try:

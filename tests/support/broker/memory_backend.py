@@ -152,7 +152,7 @@ class MemoryBackend(Backend):
         for job in jobs.values():
             self._queue.jobs[job].is_over = True
 
-    async def confirm(self, lease: LeaseRow, *, patience_s: float = 0.0) -> None:
+    async def confirm(self, lease: LeaseRow, *, timeout_s: float = 0.0) -> None:
         self._answer()
         if lease.slurm_job is None or self._queue.jobs[lease.slurm_job].is_over:
             raise Conflict(f"lease {lease.id} cannot start anything: its job was cancelled")

@@ -255,14 +255,14 @@ def read_first_file(response: ResponseStream, *, most: int | None = None) -> byt
 
 
 def retry_while_away(
-    act: Callable[[], _T], *, on_retry: Callable[[str], None], patience_s: float = RETRY_LIMIT_S
+    act: Callable[[], _T], *, on_retry: Callable[[str], None], retry_limit_s: float = RETRY_LIMIT_S
 ) -> _T:
-    """Repeat a request while hub, proxy or broker are unavailable, for `patience_s` seconds at most.
+    """Repeat a request while hub, proxy or broker are unavailable, for `retry_limit_s` seconds at most.
 
     Raises:
         BrokerError: The request failed.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + retry_limit_s
     while True:
         try:
             return act()
@@ -275,13 +275,13 @@ def retry_while_away(
 
 
 def build_broker(
-    hub: Hub, *, on_retry: Callable[[str], None] = lambda text: None, patience_s: float = RETRY_LIMIT_S
+    hub: Hub, *, on_retry: Callable[[str], None] = lambda text: None, retry_limit_s: float = RETRY_LIMIT_S
 ) -> BrokerClient:
     """Build the client for the JSON API."""
     return BrokerClient(
         hub.broker_url,
         hub.token,
-        patience_s=patience_s,
+        retry_limit_s=retry_limit_s,
         on_retry=on_retry,
         tls=build_tls_context(hub),
         hub_url=hub.url or hub.page_url,

@@ -91,7 +91,7 @@ def wait_until_ready(context: Context, client: HubClient, name: str, report: Cal
     last = ""
     while True:
         server = retry_while_away(
-            lambda: client.find_server(name), on_retry=context.note_once, patience_s=RETRY_LIMIT_S
+            lambda: client.find_server(name), on_retry=context.note_once, retry_limit_s=RETRY_LIMIT_S
         )
         if server is None:
             reason = client.read_failure(name) or "it was stopped, or the hub has restarted"

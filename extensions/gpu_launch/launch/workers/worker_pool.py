@@ -212,7 +212,7 @@ class WorkerPools:
             pool = _make_pool(validated, broker, name=name, replaced=tuple(idle))
             self._pools.append(pool)
             env = validated.request.env
-            self._broker = BrokerClient.for_notebook(env, patience_s=0.0) if env.broker_url and env.token else None
+            self._broker = BrokerClient.for_notebook(env, retry_limit_s=0.0) if env.broker_url and env.token else None
             self._watch_exit()
             return pool
 

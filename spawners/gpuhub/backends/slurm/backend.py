@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import starmap
 
 from gpuhub.backends.interface import (
-    NOTEBOOK_PATIENCE_S,
+    NOTEBOOK_TIMEOUT_S,
     AccountedHours,
     BackendHost,
     EndedLease,
@@ -305,8 +305,8 @@ class SlurmBackend(SchedulingBackend):
             log.warning("Slurm does not cancel job %s: %s", job, error)
         self._cancelled.add(job)
 
-    async def confirm(self, lease: LeaseRow, *, patience_s: float = NOTEBOOK_PATIENCE_S) -> None:
-        job = await self._query(lease, patience_s)
+    async def confirm(self, lease: LeaseRow, *, timeout_s: float = NOTEBOOK_TIMEOUT_S) -> None:
+        job = await self._query(lease, timeout_s)
         why = self._explain_over(lease, job)
         if why is None and job is not None and job.state is not SlurmJobState.RUNNING:
             why = lease_outcomes.SUSPENDED
@@ -335,10 +335,10 @@ class SlurmBackend(SchedulingBackend):
     def note_unreachable(self, error: SchedulerUnreachable) -> None:
         self._scheduler.note_unreachable(f"no answer now ({error})")
 
-    async def _query(self, lease: LeaseRow, patience_s: float) -> SlurmJob | None:
+    async def _query(self, lease: LeaseRow, timeout_s: float) -> SlurmJob | None:
         if lease.slurm_job is None:
             return None
-        end = self._host.clock.monotonic() + patience_s
+        end = self._host.clock.monotonic() + timeout_s
         while True:
             try:
                 return await self._api.find_job(lease.slurm_job, name=self._job_name(lease.id))

@@ -58,7 +58,8 @@ class SlurmScheduler(ExternalScheduler):
         self._nodes: dict[str, SlurmNode] = {}
         #: Numbers of pending jobs, in Slurm's order.
         self._queue: list[int] = []
-        #: By request: when the job had started by which it was granted in this run of the broker.
+        #: Request id → start time of the Slurm job at the time of the grant; filled only for grants since this broker
+        #: started.
         self._started_at: dict[str, float | None] = {}
 
     def observe(self, snapshot: SlurmSnapshot) -> None:
@@ -194,9 +195,9 @@ class SlurmScheduler(ExternalScheduler):
         """Return why a request whose job runs is not granted; None where it is, or its job does not run."""
         if job.state is not SlurmJobState.RUNNING:
             return None
-        return self.explain_misfit(request, job) or next(self._list_obstacles(job), None)
+        return self.explain_misfit(request, job) or next(self._list_pending_reasons(job), None)
 
-    def _list_obstacles(self, job: SlurmJob) -> Iterator[str]:
+    def _list_pending_reasons(self, job: SlurmJob) -> Iterator[str]:
         for theirs in job.nodes:
             name = self._node_names[theirs]
             node = self._state.capacity.nodes.get(name)

@@ -51,7 +51,7 @@ def build_extended(core: BrokerState, lease_id: str, seconds: int, transaction: 
     return extended
 
 
-def check_length(cluster: ClusterSettings, rights: Quota, lease: LeaseRow, seconds: int, now: float) -> None:
+def check_length(cluster: ClusterSettings, quota: Quota, lease: LeaseRow, seconds: int, now: float) -> None:
     """Check an extension against the owner's limits and those of the lease's purpose.
 
     Raises:
@@ -64,7 +64,7 @@ def check_length(cluster: ClusterSettings, rights: Quota, lease: LeaseRow, secon
         usual_limit = None if profile is None else profile.time_limit
     if usual_limit is not None and seconds > usual_limit:
         raise InvalidRequest(f"at most {format_span(usual_limit)} from now are allowed")
-    longest = owner_limits.find_max_lease_s(rights)
+    longest = owner_limits.find_max_lease_s(quota)
     granted_at = lease.granted_at if lease.granted_at is not None else now
     if longest is not None and now + seconds - granted_at > longest:
         left = max(0.0, granted_at + longest - now)

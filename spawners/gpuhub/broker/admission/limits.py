@@ -21,7 +21,7 @@ from gpuhub.scheduler.interface import Quota, QuotaLimits, SchedulingRequest
 ARRAY_JOBS_PER_REQUEST = 100
 
 
-def check_gpu_limit(lease: LeaseRow, rights: Quota, *, notebook: int = 0, joined: int = 0) -> None:
+def check_gpu_limit(lease: LeaseRow, quota: Quota, *, notebook: int = 0, joined: int = 0) -> None:
     """Check that the owner could ever hold this many GPUs, next to those of the notebook and of the run to join.
 
     These are held as long as the request can wait. A detached job outlives its notebook, which does not count.
@@ -29,7 +29,7 @@ def check_gpu_limit(lease: LeaseRow, rights: Quota, *, notebook: int = 0, joined
     Raises:
         InvalidRequest: With the limit.
     """
-    limit = owner_limits.find_max_gpus(rights)
+    limit = owner_limits.find_max_gpus(quota)
     least = scheduler_input.build_request(lease).least_size
     if limit is not None and least and least + notebook + joined > limit:
         held = {"the notebook's": notebook, "the joined run's": joined}
@@ -38,13 +38,13 @@ def check_gpu_limit(lease: LeaseRow, rights: Quota, *, notebook: int = 0, joined
         raise InvalidRequest(f"{least} GPUs were requested{addition}; one user may hold at most {limit}")
 
 
-def check_group_limit(requests: Sequence[SchedulingRequest], rights: Quota) -> None:
+def check_group_limit(requests: Sequence[SchedulingRequest], quota: Quota) -> None:
     """Check that the owner could ever hold the GPUs of all jobs of a job group at the same time.
 
     Raises:
         InvalidRequest: With the limit.
     """
-    limit, least = owner_limits.find_max_gpus(rights), sum(request.least_size for request in requests)
+    limit, least = owner_limits.find_max_gpus(quota), sum(request.least_size for request in requests)
     if limit is not None and least > limit:
         raise InvalidRequest(f"the job group needs {least} GPUs at the same time; one user may hold at most {limit}")
 

@@ -230,7 +230,7 @@ def build_spec(
             memory=size.memory_mib * _MIB or DEFAULT_MEMORY,
             shm=None if shm is None else shm * _MIB,
         ),
-        roster=build_roster(job, lease) if job.detached else None,
+        worker_list=build_worker_list(job, lease) if job.detached else None,
         preemptions=job.preemptions,
         retries=(job.retries, job.max_retries),
         times_asleep=job.times_asleep if job.sleeps else None,
@@ -248,7 +248,7 @@ def list_aliases(job: JobRow, lease: LeaseRow, worker: WorkerRow) -> tuple[str, 
     return (f"{name[:_LONGEST_LABEL] or 'job'}-{worker.index}.{lease.resources.bundle}",)
 
 
-def build_roster(job: JobRow, lease: LeaseRow) -> str:
+def build_worker_list(job: JobRow, lease: LeaseRow) -> str:
     """Return all workers of a detached job as JSON, for worker 0, which leads them and cannot query the broker."""
     return json.dumps(
         [

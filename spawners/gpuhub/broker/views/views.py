@@ -325,7 +325,7 @@ class ClusterViewCache:
         return view_cluster(self._core, self._backend, caller).model_dump_json().encode()
 
 
-def _is_limited(rights: Quota) -> bool:
+def _is_limited(quota: Quota) -> bool:
     """Return whether limits may decide if a request of this user would start at once."""
-    limits = (rights.per_user, *rights.per_group.values())
+    limits = (quota.per_user, *quota.per_group.values())
     return any(limit.max_gpus is not None or limit.gpu_hours_per_week is not None for limit in limits)

@@ -168,7 +168,7 @@ def build_worker_spec(
     run_id: str,
     index: int,
     run_index: int,
-    roster: str | None = None,
+    worker_list: str | None = None,
     preemptions: int = 0,
     retries: tuple[int, int] = (0, 0),
     times_asleep: int | None = None,
@@ -177,19 +177,22 @@ def build_worker_spec(
 ) -> ContainerSpec:
     """Build one worker container of a job.
 
-    It gets no token, because a worker calls no API. The workers of a detached job learn of each other from `roster`.
+    It gets no token, because a worker calls no API.
 
     Args:
+        worker_list: All workers of a detached job as JSON, for its driver; None for other jobs.
         access: Variables with which it reaches services.
         run_index: The worker's index in the run.
         retries: How often a detached job has started again after a failure, and may at most.
         times_asleep: How often it has slept; None if it does not.
     """
     limits = build_job_limits(context.cluster, size)
-    detached = {} if roster is None else {"GPU_LAUNCH_ROSTER": roster, "GPU_LAUNCH_PREEMPTIONS": str(preemptions)}
-    if roster is not None and retries[1]:
+    detached = (
+        {} if worker_list is None else {"GPU_LAUNCH_ROSTER": worker_list, "GPU_LAUNCH_PREEMPTIONS": str(preemptions)}
+    )
+    if worker_list is not None and retries[1]:
         detached["GPU_LAUNCH_RETRIES"] = f"{retries[0]}/{retries[1]}"
-    if roster is not None and times_asleep is not None:
+    if worker_list is not None and times_asleep is not None:
         detached["GPU_LAUNCH_SLEEPS"] = str(times_asleep)
     return ContainerSpec(
         name=names.worker_container_name(context.instance, job_id, index),

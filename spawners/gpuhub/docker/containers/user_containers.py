@@ -43,7 +43,7 @@ class WorkerSpec:
     image: str
     size: WorkerSize = field(default_factory=WorkerSize)
     #: All workers of a detached job as JSON; None for a job that runs from a notebook.
-    roster: str | None = None
+    worker_list: str | None = None
     #: Number of times that the job was preempted.
     preemptions: int = 0
     #: How often the job has started again after a failure, and may at most.
@@ -107,7 +107,7 @@ async def start_worker(daemons: DockerClients, cluster: ClusterSettings, paths: 
         run_id=spec.run_id,
         index=spec.index,
         run_index=spec.run_index,
-        roster=spec.roster,
+        worker_list=spec.worker_list,
         preemptions=spec.preemptions,
         retries=spec.retries,
         times_asleep=spec.times_asleep,

@@ -26,7 +26,7 @@ from gpuhub.ops.provision import cluster_file
 #: The guest's interface, and where its program is.
 INTERFACE = "gpuhub"
 PROGRAM = "/usr/local/sbin/gpuhub-node"
-_PATIENCE_S = 60
+_TIMEOUT_S = 60
 _PACKAGES = "iproute2 wireguard-tools curl python3 openssh-server nftables"
 
 # Everything that the friend's machine runs before its own program is there. It is short, so that a person can read it:
@@ -42,7 +42,7 @@ ip link add $link type wireguard 2>/dev/null || wireguard-go $link >/dev/null 2>
 echo {private} >$key
 wg set $link private-key $key peer {head_key} endpoint {endpoint} allowed-ips $head/32 persistent-keepalive 25
 rm $key; ip address add {address}/32 dev $link; ip link set $link mtu 1280 up; ip route add $head/32 dev $link
-curl -sSf -m {patience} --retry 9 --retry-all-errors --retry-delay 1 http://$head:{port}/gpuhub-node -o {program}
+curl -sSf -m {timeout_s} --retry 9 --retry-all-errors --retry-delay 1 http://$head:{port}/gpuhub-node -o {program}
 chmod 755 {program}
 python3 {program} join --name {name} --head $head --port {port} --address {address} \\
   --head-key {head_key} --endpoint {endpoint}
@@ -120,7 +120,7 @@ def build_command(node: NodeSettings, guests: GuestSettings, head_key: str, priv
         port=guests.service_port,
         address=node.address,
         name=node.name,
-        patience=_PATIENCE_S,
+        timeout_s=_TIMEOUT_S,
         packages=_PACKAGES,
     )
     return f"sudo sh -c {shlex.quote(script)}"

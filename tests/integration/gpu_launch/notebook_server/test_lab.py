@@ -31,7 +31,7 @@ expect.set_options(timeout=60_000)
 NOTEBOOK = "work.ipynb"
 RUN = "run-20261123-101112-abcd"
 #: Longest wait for JupyterLab's own start, ms.
-PATIENCE_MS = 60_000
+TIMEOUT_MS = 60_000
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def page(lab: JupyterLab, browser: Browser) -> Iterator[Page]:
     page.add_locator_handler(lost, lambda dialog: dialog.locator(".jp-Dialog-button").last.click())
     page.on("requestfailed", lambda sent: print(f"{sent.url}: {sent.failure}"))
     page.goto(f"{lab.url}/lab/tree/{NOTEBOOK}?token={TOKEN}")
-    page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=PATIENCE_MS)
+    page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=TIMEOUT_MS)
     yield page
     assert (foreign, errors) == ([], [])
 
@@ -148,7 +148,7 @@ def list_cells(page: Page) -> list[str]:
 def test_status_bar_shows_gpu_memory_and_time(page: Page) -> None:
     """The GPU of the notebook, its memory, and the time that is left, with a button that has a name."""
     status = page.locator(".gpuhub-status")
-    expect(status).to_have_text(re.compile(r"^RTX 5090 · 0/32 GB · 1 h (0\d|10) left · Extend$"), timeout=PATIENCE_MS)
+    expect(status).to_have_text(re.compile(r"^RTX 5090 · 0/32 GB · 1 h (0\d|10) left · Extend$"), timeout=TIMEOUT_MS)
     expect(status.get_by_role("button", name="Extend the time of this notebook")).to_be_visible()
 
 
@@ -321,7 +321,7 @@ def test_recipe_is_started_from_its_page(page: Page, broker: Running, lab: Jupyt
     page.get_by_role("dialog").get_by_role("button", name="Cancel the Job").click()
     expect(run).to_contain_text("ended", timeout=30_000)
     # JupyterLab saves which panel is open a while later, and opens that one after a reload.
-    with page.expect_response(saves_open_panel, timeout=PATIENCE_MS):
+    with page.expect_response(saves_open_panel, timeout=TIMEOUT_MS):
         page.locator("[data-id=gpuhub-panel]").click()
 
 
@@ -412,7 +412,7 @@ def test_each_problem_of_a_gpu_is_shown_once(page: Page) -> None:
     page.route("**/gpuhub/idle*", lambda route: route.fulfill(json={"idle": None, "gpu_problems": [problem]}))
     notice = page.locator(".Toastify__toast", has_text="Xid 79")
     expect(notice).to_be_visible()
-    with page.expect_response("**/gpuhub/idle*", timeout=PATIENCE_MS):
+    with page.expect_response("**/gpuhub/idle*", timeout=TIMEOUT_MS):
         pass
     assert notice.count() == 1
     page.unroute("**/gpuhub/idle*")

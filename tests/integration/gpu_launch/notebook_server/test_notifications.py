@@ -15,7 +15,7 @@ from tests.support.docker.simulated_nodes import wait_until
 from tests.support.hub.browser import PICTURES
 from tests.support.hub.jupyter_lab import TOKEN, build_extension, serve_lab
 
-PATIENCE_MS = 90_000
+TIMEOUT_MS = 90_000
 TOAST = ".Toastify__toast"
 
 
@@ -54,16 +54,16 @@ def test_what_happens_while_a_notebook_is_open_is_shown_once(served: Served, lab
     with chromium() as browser:
         page = browser.new_page()
         page.goto(f"{lab}/lab?token={TOKEN}")
-        page.wait_for_selector(".jp-LauncherCard", timeout=PATIENCE_MS)
+        page.wait_for_selector(".jp-LauncherCard", timeout=TIMEOUT_MS)
         run_job(served, "run-open")
         toast = page.locator(TOAST, has_text="run-open")
-        expect(toast).to_contain_text("Job run-open has ended.", timeout=PATIENCE_MS)
+        expect(toast).to_contain_text("Job run-open has ended.", timeout=TIMEOUT_MS)
         PICTURES.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=PICTURES / "notifications-lab.png")
         assert page.locator(TOAST, has_text="run-before").count() == 0
         page.reload()
-        page.wait_for_selector(".jp-LauncherCard", timeout=PATIENCE_MS)
+        page.wait_for_selector(".jp-LauncherCard", timeout=TIMEOUT_MS)
         run_job(served, "run-later")
-        expect(page.locator(TOAST, has_text="run-later")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.locator(TOAST, has_text="run-later")).to_be_visible(timeout=TIMEOUT_MS)
         assert page.locator(TOAST, has_text="run-open").count() == 0
         browser.close()

@@ -34,8 +34,8 @@ async def find_containers(running: Running, leases: set[str]) -> list[str]:
 @asynccontextmanager
 async def connect(running: Running) -> AsyncIterator[tuple[AsyncBrokerClient, JobRunner]]:
     """A user's client, and a runner of that user's jobs."""
-    user = AsyncBrokerClient(running.url, "ada", transport=running.transport, patience_s=0)
-    administrator = AsyncBrokerClient(running.url, "own-token", transport=running.transport, patience_s=0)
+    user = AsyncBrokerClient(running.url, "ada", transport=running.transport, retry_limit_s=0)
+    administrator = AsyncBrokerClient(running.url, "own-token", transport=running.transport, retry_limit_s=0)
     try:
         yield user, JobRunner(user, administrator)
     finally:

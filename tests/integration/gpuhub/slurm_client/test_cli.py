@@ -59,7 +59,7 @@ def commands(tmp_path: Path) -> Commands:
 
 @pytest.fixture
 def api(commands: Commands) -> SlurmCliClient:
-    return SlurmCliClient(commands=commands.folder, patience_s=10)
+    return SlurmCliClient(commands=commands.folder, timeout_s=10)
 
 
 def submission(uid: int) -> SlurmSubmission:
@@ -111,7 +111,7 @@ def open_commands() -> Iterator[Commands]:
 async def test_sbatch_runs_as_the_submitter(open_commands: Commands) -> None:
     assert os.geteuid() == 0, "only root can run commands as the submitter: run this test as root"
     open_commands.respond("sbatch", "7\n")
-    assert await SlurmCliClient(commands=open_commands.folder, patience_s=10).submit(submission(61077)) == 7
+    assert await SlurmCliClient(commands=open_commands.folder, timeout_s=10).submit(submission(61077)) == 7
     assert (open_commands.folder / "sbatch.uid").read_text().strip() == "61077"
 
 
@@ -150,12 +150,12 @@ async def test_json_errors_with_exit_status_0_mean_unreachable(api: SlurmCliClie
 
 async def test_hanging_or_missing_command_means_unreachable(commands: Commands) -> None:
     commands.respond("squeue", first="echo 'squeue: error: cannot stat file' >&2; exec sleep 60")
-    hasty = SlurmCliClient(commands=commands.folder, patience_s=0.5)
+    hasty = SlurmCliClient(commands=commands.folder, timeout_s=0.5)
     with pytest.raises(SlurmUnreachable, match="more than"):
         await hasty.find_job(1)
     await hasty.close()
     (commands.folder / "squeue").unlink()
-    patient = SlurmCliClient(commands=commands.folder, patience_s=30)
+    patient = SlurmCliClient(commands=commands.folder, timeout_s=30)
     with pytest.raises(SlurmUnreachable, match="is not installed"):
         await patient.find_job(1)
     with pytest.raises(SetupError, match=r"are not in .*: squeue"):

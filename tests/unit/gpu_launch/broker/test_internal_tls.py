@@ -54,8 +54,8 @@ def container(tmp_path: Path) -> Iterator[dict[str, str]]:
 def test_broker_clients_present_the_notebooks_certificate(container: dict[str, str]) -> None:
     """The magic's client, the command line's, and its streams."""
     hub = credentials.choose_hub(None, container)
-    assert BrokerClient.for_notebook(environment.read(container), patience_s=0).list_jobs() == []
-    assert build_broker(hub, patience_s=0).list_jobs() == []
+    assert BrokerClient.for_notebook(environment.read(container), retry_limit_s=0).list_jobs() == []
+    assert build_broker(hub, retry_limit_s=0).list_jobs() == []
     with Connection(hub).get("/jobs") as answer:
         assert answer.read() == b"[]"
 
@@ -65,7 +65,7 @@ def test_system_certificate_authorities_are_not_trusted(container: dict[str, str
     (tmp_path / "other").mkdir()
     container["GPUHUB_BROKER_CA"] = str(make_certificate(tmp_path / "other")[0])
     with pytest.raises(BrokerError, match="self-signed certificate"):
-        BrokerClient.for_notebook(environment.read(container), patience_s=0).list_jobs()
+        BrokerClient.for_notebook(environment.read(container), retry_limit_s=0).list_jobs()
 
 
 @pytest.mark.parametrize("missing", ["GPUHUB_BROKER_CA", "JUPYTERHUB_SSL_CERTFILE"])

@@ -168,5 +168,5 @@ def test_folders_are_relative_to_the_home(tmp_path):
 
 
 def test_worker_states_use_the_brokers_names():
-    """The roster has the broker's own names."""
+    """The list has the broker's own names."""
     assert parse_workers(format_worker_list(1))[0].state == models.RUNNING

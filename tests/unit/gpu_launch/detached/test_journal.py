@@ -20,7 +20,7 @@ from gpu_launch.errors import LaunchFailed, UsageError
 from gpu_launch.output.panel import PanelView
 from gpu_launch.output.progress_bars import ProgressBar
 
-ORDER = job_manifest.JobManifest(
+MANIFEST = job_manifest.JobManifest(
     name="train.py", words=("--nnodes=2", "--", "train.py", "--lr", "0.1"), environ={"X": "ü"}
 )
 
@@ -35,9 +35,9 @@ def run(tmp_path: Path) -> run_folder.RunFolder:
 
 def test_manifest_does_not_depend_on_the_home():
     """The order comes back as it was, and workers are told that the job leads itself."""
-    files = job_files.build_files(ORDER)
+    files = job_files.build_files(MANIFEST)
     assert sorted(files) == ["job.json", "run.json"]
-    assert job_manifest.parse_manifest(files["job.json"].decode()) == ORDER
+    assert job_manifest.parse_manifest(files["job.json"].decode()) == MANIFEST
     assert json.loads(files["run.json"])["detached"] is True
     assert str(Path.home()).encode() not in b"".join(files.values())
 

@@ -22,7 +22,7 @@ from gpu_launch.launch.membership import (
 from gpu_launch.launch.plan import LaunchPlan
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
-ROSTER = Membership(includes_notebook=False, workers=(0, 1), nodes=("rig1", "rig2"), nproc_per_node=1)
+MEMBERSHIP = Membership(includes_notebook=False, workers=(0, 1), nodes=("rig1", "rig2"), nproc_per_node=1)
 
 
 def plan(least=1):
@@ -57,7 +57,7 @@ def job(state="running", workers=BOTH, **parts):
 def change(found, *, least=1, leaving=(), gone=(), joined=()):
     """What has to be given, of a start that was never preempted."""
     workers = found.workers if found else ()
-    return find_change(found, ROSTER, plan(least), workers=workers, leaving=leaving, gone=gone, joined=joined)
+    return find_change(found, MEMBERSHIP, plan(least), workers=workers, leaving=leaving, gone=gone, joined=joined)
 
 
 @pytest.mark.parametrize("state", ["starting", "running", "waiting", "a state of tomorrow"])
@@ -129,20 +129,21 @@ def test_job_of_fixed_size_releases_no_single_worker():
 def test_membership_change_is_reported_to_the_user():
     """How long there is, who goes, and with what it continues."""
     whole = MembershipChange(is_complete=True, leaving=frozenset({0, 1}))
-    assert describe_change(whole, ROSTER, grace_s=60.0) == "preempted: others need the GPUs; 60 s for a checkpoint"
-    assert describe_change(whole, ROSTER, grace_s=None) == "preempted: others need the GPUs"
+    assert describe_change(whole, MEMBERSHIP, grace_s=60.0) == "preempted: others need the GPUs; 60 s for a checkpoint"
+    assert describe_change(whole, MEMBERSHIP, grace_s=None) == "preempted: others need the GPUs"
     part = MembershipChange(is_complete=False, leaving=frozenset({1}))
     assert (
-        describe_change(part, ROSTER, grace_s=60.0) == "rig2 is released, others need the GPUs; continuing with 1 node"
+        describe_change(part, MEMBERSHIP, grace_s=60.0)
+        == "rig2 is released, others need the GPUs; continuing with 1 node"
     )
     come = MembershipChange(is_complete=False, leaving=frozenset(), joined=("rig3", "rig4"))
-    assert describe_change(come, ROSTER, grace_s=60.0) == "rig3, rig4 take part now; continuing with 4 nodes"
+    assert describe_change(come, MEMBERSHIP, grace_s=60.0) == "rig3, rig4 take part now; continuing with 4 nodes"
     swap = MembershipChange(is_complete=False, leaving=frozenset({0}), joined=("rig3",))
-    assert describe_change(swap, ROSTER, grace_s=60.0) == (
+    assert describe_change(swap, MEMBERSHIP, grace_s=60.0) == (
         "rig1 is released, others need the GPUs; rig3 takes part now; continuing with 2 nodes"
     )
     lost = MembershipChange(is_complete=False, leaving=frozenset({0, 1}), lost=worker(0))
-    assert describe_change(lost, ROSTER, grace_s=60.0) == "rig1, rig2 are lost; continuing with 0 nodes"
+    assert describe_change(lost, MEMBERSHIP, grace_s=60.0) == "rig1, rig2 are lost; continuing with 0 nodes"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,6 @@ def test_checkpoint_grace_period_comes_from_the_broker(left_s, seconds):
 
 def test_fewer_than_the_minimum_of_workers_is_an_error():
     """Said with both numbers."""
-    check_enough_nodes(ROSTER, plan())
+    check_enough_nodes(MEMBERSHIP, plan())
     with pytest.raises(LaunchFailed, match=r"1 node left, and --nnodes 2:2 needs 2\."):
-        check_enough_nodes(ROSTER.without(frozenset({0})), plan(least=2))
+        check_enough_nodes(MEMBERSHIP.without(frozenset({0})), plan(least=2))

@@ -126,7 +126,7 @@ def test_dry_run_shows_the_request_that_is_sent(broker, tmp_path):
             shown.plan,
             run_folder.create_run(tmp_path),
             env=replace(environment.read(), gpu_uuids=()),
-            broker=BrokerClient(os.environ["GPUHUB_BROKER_URL"], "token", patience_s=0.0),
+            broker=BrokerClient(os.environ["GPUHUB_BROKER_URL"], "token", retry_limit_s=0.0),
             name=LAUNCH,
         )
         broker.asked.clear()

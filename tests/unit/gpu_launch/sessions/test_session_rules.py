@@ -74,13 +74,13 @@ def test_dead_rank_restarts_the_group():
 
 def test_idle_ranks_are_kept_unless_users_wait():
     """And then they get notice first, however long they have been idle."""
-    patience = IdlePolicy(600.0, 0.0)
-    assert patience.decide(1e6, others_wait=False) is IdleAction.KEEP
-    assert patience.decide(600 - NOTICE_S - 1, others_wait=True) is IdleAction.KEEP
-    assert patience.decide(600 - NOTICE_S, others_wait=True) is IdleAction.WARN
-    assert patience.decide(599.0, others_wait=True) is IdleAction.KEEP
-    assert patience.decide(600.0, others_wait=False) is IdleAction.KEEP
-    assert patience.decide(600.0, others_wait=True) is IdleAction.END
+    policy = IdlePolicy(600.0, 0.0)
+    assert policy.decide(1e6, others_wait=False) is IdleAction.KEEP
+    assert policy.decide(600 - NOTICE_S - 1, others_wait=True) is IdleAction.KEEP
+    assert policy.decide(600 - NOTICE_S, others_wait=True) is IdleAction.WARN
+    assert policy.decide(599.0, others_wait=True) is IdleAction.KEEP
+    assert policy.decide(600.0, others_wait=False) is IdleAction.KEEP
+    assert policy.decide(600.0, others_wait=True) is IdleAction.END
     late = IdlePolicy(0.0, 0.0)
     assert late.decide(1e6, others_wait=True) is IdleAction.WARN
     assert late.decide(1e6 + NOTICE_S - 1, others_wait=True) is IdleAction.KEEP
@@ -89,14 +89,14 @@ def test_idle_ranks_are_kept_unless_users_wait():
 
 def test_new_cell_cancels_the_idle_notice():
     """The next one is given anew, and the broker is asked only when the answer matters."""
-    patience = IdlePolicy(600.0, 0.0)
-    assert not patience.should_ask(500.0)
-    assert patience.should_ask(590.0)
-    assert not patience.should_ask(591.0)
-    assert patience.decide(590.0, others_wait=True) is IdleAction.WARN
-    patience.record_cell(640.0)
-    assert (patience.seconds_idle(650.0), patience.should_ask(650.0)) == (10.0, False)
-    assert patience.decide(1240.0, others_wait=True) is IdleAction.WARN
+    policy = IdlePolicy(600.0, 0.0)
+    assert not policy.should_ask(500.0)
+    assert policy.should_ask(590.0)
+    assert not policy.should_ask(591.0)
+    assert policy.decide(590.0, others_wait=True) is IdleAction.WARN
+    policy.record_cell(640.0)
+    assert (policy.seconds_idle(650.0), policy.should_ask(650.0)) == (10.0, False)
+    assert policy.decide(1240.0, others_wait=True) is IdleAction.WARN
 
 
 def test_output_is_complete_when_all_bytes_arrived():

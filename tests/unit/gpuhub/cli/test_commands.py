@@ -53,7 +53,7 @@ class HeadNodeCli:
 
     def __init__(self, running: Running) -> None:
         self.running = running
-        self.client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, patience_s=0)
+        self.client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, retry_limit_s=0)
 
     async def run(self, line: str, answer: str | None = None) -> str:
         runner = CapturingRunner()

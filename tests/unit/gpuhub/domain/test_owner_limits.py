@@ -65,11 +65,11 @@ def test_own_limits_replace_those_of_settings_and_groups() -> None:
 
 def test_lowest_limit_applies() -> None:
     """What a group may have together is no more for one of them."""
-    rights = Quota(
+    quota = Quota(
         per_user=QuotaLimits(max_gpus=8, longest_lease_s=60.0),
         per_group={"lab": QuotaLimits(max_gpus=4), "staff": QuotaLimits()},
     )
-    assert (find_max_gpus(rights), find_max_lease_s(rights)) == (4, 60.0)
+    assert (find_max_gpus(quota), find_max_lease_s(quota)) == (4, 60.0)
     assert (find_max_gpus(Quota()), find_max_lease_s(Quota())) == (None, None)
 
 

@@ -154,9 +154,9 @@ def test_first_request_of_each_pool_is_protected() -> None:
 def test_owner_at_the_quota_waits_and_delays_no_request() -> None:
     """Who holds as many GPUs as allowed waits, is told so, and others pass; also within one decision."""
     there = nodes([BIG], [SMALL])
-    rights = {"ada": Quota(per_user=QuotaLimits(max_gpus=1))}
+    quotas = {"ada": Quota(per_user=QuotaLimits(max_gpus=1))}
     asks = [ask("a", owner="ada"), ask("b", owner="ada"), ask("c", owner="ben")]
-    made = build_scheduler(there, *asks, quotas=rights)
+    made = build_scheduler(there, *asks, quotas=quotas)
     assert set(made.decide(NOW).grants) == {"a", "c"}
     assert made.explain_pending("b", NOW).text == "ada holds 1 of at most 1 GPUs and asks for 1 more"
     made.put_quota("ada", Quota(per_user=QuotaLimits(max_gpus=2)))
@@ -168,10 +168,10 @@ def test_group_quota_counts_all_members() -> None:
     """What members hold counts for all of them; an elastic request takes what is left."""
     there = nodes([BIG], [SMALL], [MIDDLE])
     team = frozenset({"team"})
-    rights = dict.fromkeys(("ada", "ben"), Quota(per_group={"team": QuotaLimits(max_gpus=2)}))
+    quotas = dict.fromkeys(("ada", "ben"), Quota(per_group={"team": QuotaLimits(max_gpus=2)}))
     held = hold(ask("x", owner="ada", groups=team), slot(there, "n0-0"))
     elastic = SchedulingRequest(id="a", owner="ben", groups=team, nodes=3, least_nodes=1)
-    made = build_scheduler(there, held, elastic, quotas=rights)
+    made = build_scheduler(there, held, elastic, quotas=quotas)
     assert len(granted_gpus(made.decide(NOW), "a")) == 1
     made.put_request(ask("b", owner="ada", groups=team))
     assert made.explain_pending("b", NOW).text == "team holds 2 of at most 2 GPUs and ada asks for 1 more"

@@ -25,9 +25,9 @@ USERS = UserSettings(allowed=("ada",), uid_first=1_900_000_000)
 
 @pytest.fixture(autouse=True)
 def _new_blocking_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    patience = BlockingCallPool()
-    monkeypatch.setattr(homes, "BLOCKING_CALLS", patience)
-    monkeypatch.setattr(homes, "PROBER", NfsProber(patience))
+    pool = BlockingCallPool()
+    monkeypatch.setattr(homes, "BLOCKING_CALLS", pool)
+    monkeypatch.setattr(homes, "PROBER", NfsProber(pool))
     monkeypatch.setattr(homes, "find_identity", lambda _users, _state, name, **_options: build_identity(name))
 
 
@@ -62,7 +62,7 @@ async def test_home_is_created_if_the_server_responds(tmp_path: Path) -> None:
 
 
 async def test_unresponsive_server_is_reported_and_no_home_is_created(tmp_path: Path) -> None:
-    """Within patience; the home may well be on that server."""
+    """Within `storage.patience`; the home may well be on that server."""
     began = time.monotonic()
     with (
         serve_reply(lambda _xid: None) as (port, _),

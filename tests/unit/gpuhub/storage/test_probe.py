@@ -56,13 +56,13 @@ async def test_unresponsive_server_is_reported_within_the_timeout() -> None:
 async def test_server_that_recovers_is_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is remembered for a moment only."""
     monkeypatch.setattr(probe, "FAILURE_CACHE_S", 0.0)
-    patience = BlockingCallPool()
-    prober = NfsProber(patience)
+    pool = BlockingCallPool()
+    prober = NfsProber(pool)
     replies = [None, encode_accepted_reply]
     with serve_reply(lambda xid: reply(xid) if (reply := replies.pop(0)) else None) as (port, _):
         with pytest.raises(StorageUnavailable):
             await prober.ensure_answers(server(port), 0.2)
-        await until(lambda: not patience.count_overdue(server(port).target), "the silent question is over")
+        await until(lambda: not pool.count_overdue(server(port).target), "the silent question is over")
         await prober.ensure_answers(server(port), 10)
         assert replies == []
 

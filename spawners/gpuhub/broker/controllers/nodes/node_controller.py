@@ -166,32 +166,34 @@ class NodeController:
         record = core.capacity.inventory.nodes[node]
         self._check_head_disk()
         try:
-            listed, listing, actions = await self._compare(record, listed_at)
-            await run_step(f"node {node}", partial(self._apply, listing, actions))
+            listed, observed_node, actions = await self._compare(record, listed_at)
+            await run_step(f"node {node}", partial(self._apply, observed_node, actions))
             for courier in self._couriers.find_unwanted(node, listed):
                 self._actions.remove(node, courier)
             machine = self._probe.find_machine(node)
-            seen = _build_record(record, listing, actions, machine, core.clock.monotonic())
-            seen = await self._probe.read_agent(seen, listed)
+            new_status = _build_record(record, observed_node, actions, machine, core.clock.monotonic())
+            new_status = await self._probe.read_agent(new_status, listed)
             if core.cluster.node(node).guest:
-                seen = guest_readings.check_guest(seen, core.capacity.inventory.list_foreign_uuids(node))
-            seen = status.record_disks(seen, head_error=self._head_error, floor=core.cluster.scheduling.min_free_disk)
-            if seen.disk_error != record.disk_error:
-                text = f"node {node}: {seen.disk_error or 'there is enough free disk space again'}"
+                new_status = guest_readings.check_guest(new_status, core.capacity.inventory.list_foreign_uuids(node))
+            new_status = status.record_disks(
+                new_status, head_error=self._head_error, floor=core.cluster.scheduling.min_free_disk
+            )
+            if new_status.disk_error != record.disk_error:
+                text = f"node {node}: {new_status.disk_error or 'there is enough free disk space again'}"
                 self._record_event("node.disk", text, node)
-            if seen.gpu_error == DEVICES_LOST and record.gpu_error != DEVICES_LOST:
+            if new_status.gpu_error == DEVICES_LOST and record.gpu_error != DEVICES_LOST:
                 await self._note_lost_devices(node, listed)
             if self._firewall is not None:
-                seen = await self._firewall.check(seen)
-                for kind, text in describe_firewall_change(record, seen):
+                new_status = await self._firewall.check(new_status)
+                for kind, text in describe_firewall_change(record, new_status):
                     self._record_event(kind, text, node)
         except GpuhubError as error:
             self._checked[node] = self._unproven(node)
             await self._observe(status.record_failure(record, str(error), core.clock.monotonic()))
             return
-        if seen.gpu_error is None and _list_gpus(seen) != _list_gpus(record):
-            await core.capacity.save_seen_gpus(seen)
-        await self._observe(seen)
+        if new_status.gpu_error is None and _list_gpus(new_status) != _list_gpus(record):
+            await core.capacity.save_seen_gpus(new_status)
+        await self._observe(new_status)
 
     def _check_head_disk(self) -> None:
         if self._read_head_free is not None:
@@ -207,53 +209,53 @@ class NodeController:
     ) -> tuple[Sequence[Mapping[str, Any]], ObservedNode, list[Action]]:
         """Return the daemon's list of containers, raw and parsed, and the actions that follow from it."""
         clock = self._core.clock
-        began, follows = clock.monotonic(), clock.jump_count
+        started_at, jumps_before = clock.monotonic(), clock.jump_count
         listed = await self._probe.list_containers(record.name)
         daemon_id = await self._probe.find_daemon_id(record, listed)
         self._probe.check_identity(record.name)
-        listing = ObservedNode(
+        observed_node = ObservedNode(
             node=record.name,
             identity=(daemon_id, record.boot_id),
             containers=await self._probe.inspect_containers(record.name, listed),
-            observed_at=listed_at if clock.jump_count == follows else _NEVER,
+            observed_at=listed_at if clock.jump_count == jumps_before else _NEVER,
         )
-        actions = self._reconcile(listing, began)
+        actions = self._reconcile(observed_node, started_at)
         if relies_on_absence(actions):
             # Since the last query of the daemon's id, another daemon may have replaced it and made the list.
             identity = await self._probe.find_daemon_id(record, listed, is_fresh=True), record.boot_id
             self._probe.check_identity(record.name)
-            listing = replace(
-                listing, identity=identity, observed_at=listed_at if clock.jump_count == follows else _NEVER
+            observed_node = replace(
+                observed_node, identity=identity, observed_at=listed_at if clock.jump_count == jumps_before else _NEVER
             )
-            actions = self._reconcile(listing, began)
-        return listed, listing, actions
+            actions = self._reconcile(observed_node, started_at)
+        return listed, observed_node, actions
 
-    def _reconcile(self, listing: ObservedNode, began: float) -> list[Action]:
+    def _reconcile(self, observed_node: ObservedNode, started_at: float) -> list[Action]:
         # The ledger is read after the list, so that the container of a lease made in the meantime is not treated as
         # foreign.
         core = self._core
         snapshot = core.ledger.snapshot
-        on_node = core.ledger.leases_on(listing.node)
-        self._actions.forget_absent(listing.node, {container.id for container in listing.containers})
+        on_node = core.ledger.leases_on(observed_node.node)
+        self._actions.forget_absent(observed_node.node, {container.id for container in observed_node.containers})
         # The list proves nothing for a lease whose release began while it was made: that lease remains to be checked.
-        unproven = self._unproven(listing.node)
-        self._checked[listing.node] = frozenset(
-            lease.id for lease in on_node if lease.id in unproven and lease.since < listing.observed_at
+        unproven = self._unproven(observed_node.node)
+        self._checked[observed_node.node] = frozenset(
+            lease.id for lease in on_node if lease.id in unproven and lease.since < observed_node.observed_at
         )
         jobs = {lease.id: core.ledger.index.find_one("job of lease", lease.id) for lease in on_node}
         return reconcile_node(
-            replace(listing, starting_leases=self._launcher.find_launching(began) | self._find_staging()),
+            replace(observed_node, starting_leases=self._launcher.find_launching(started_at) | self._find_staging()),
             leases=snapshot.leases,
             on_node=on_node,
             job_of={lease: snapshot.jobs[job] for lease, job in jobs.items() if job and job in snapshot.jobs},
             preempt_grace=core.cluster.scheduling.preempt_grace,
         )
 
-    async def _apply(self, listing: ObservedNode, actions: list[Action]) -> None:
-        node = listing.node
+    async def _apply(self, observed_node: ObservedNode, actions: list[Action]) -> None:
+        node = observed_node.node
         renewed = [action.lease_id for action in actions if isinstance(action, RefreshIdentity)]
         if renewed:
-            await self._renew(listing, renewed)
+            await self._renew(observed_node, renewed)
         gone = [action.lease_id for action in actions if isinstance(action, ProveReleased)]
         if gone:
             await self._core.ledger.change(mutations.prove_released(gone, node))
@@ -277,10 +279,10 @@ class NodeController:
             elif isinstance(action, RecordWorkerExit):
                 await self._note_exit(node, action)
 
-    async def _renew(self, listing: ObservedNode, lease_ids: list[str]) -> None:
+    async def _renew(self, observed_node: ObservedNode, lease_ids: list[str]) -> None:
         def edit(transaction: Transaction) -> None:
             for lease in filter(None, map(transaction.leases.get, lease_ids)):
-                transaction.put_lease(rules.refresh_identity(lease, listing.node, listing.identity))
+                transaction.put_lease(rules.refresh_identity(lease, observed_node.node, observed_node.identity))
 
         await self._core.ledger.change(edit)
 
@@ -307,13 +309,17 @@ class NodeController:
 
 
 def _build_record(
-    record: NodeStatus, listing: ObservedNode, actions: Sequence[Action], machine: MachineSize | None, monotonic: float
+    record: NodeStatus,
+    observed_node: ObservedNode,
+    actions: Sequence[Action],
+    machine: MachineSize | None,
+    monotonic: float,
 ) -> NodeStatus:
     """Return the record of a node that answered."""
     return status.record_answer(record, monotonic).evolve(
         is_reconciled=is_clean(actions),
         is_suspect=any(isinstance(action, MarkUnproven) for action in actions),
-        daemon_id=listing.identity[0],
+        daemon_id=observed_node.identity[0],
         machine=machine or record.machine,
     )
 

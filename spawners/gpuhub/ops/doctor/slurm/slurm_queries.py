@@ -27,7 +27,7 @@ from gpuhub.slurm_client.site import check_site
 #: The commands that gpuhub runs; `sacctmgr` and `sacct` only where there is accounting.
 _COMMANDS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel", "sacctmgr", "sacct")
 #: Longest wait for a command, seconds.
-_PATIENCE_S = 15
+_TIMEOUT_S = 15
 #: The default of Slurm's commands.
 _CONF = Path("/etc/slurm/slurm.conf")
 
@@ -133,7 +133,7 @@ def _run(programs: SlurmPrograms, command: str, *arguments: str) -> str:
     environment = programs.environment | {"SLURM_TIME_FORMAT": "%s"}
     try:
         done = subprocess.run(
-            [command, *arguments], check=False, capture_output=True, text=True, timeout=_PATIENCE_S, env=environment
+            [command, *arguments], check=False, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -146,9 +146,9 @@ def check_munge(socket: str = "") -> str | None:
         return None
     options = [f"--socket={socket}"] if socket else []
     try:
-        signed = subprocess.run(["munge", "-n", *options], check=False, capture_output=True, timeout=_PATIENCE_S)
+        signed = subprocess.run(["munge", "-n", *options], check=False, capture_output=True, timeout=_TIMEOUT_S)
         read = subprocess.run(
-            ["unmunge", *options], check=False, capture_output=True, input=signed.stdout, timeout=_PATIENCE_S
+            ["unmunge", *options], check=False, capture_output=True, input=signed.stdout, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         return "munged does not answer"

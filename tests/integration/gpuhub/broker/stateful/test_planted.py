@@ -75,7 +75,7 @@ def treat_unreachable_node_as_empty(patch: Patch) -> None:
 
 def trust_wiped_daemon(patch: Patch) -> None:
     """The list of any daemon is taken for a proof."""
-    patch.setattr(reconcile, "explain_missing_proof", lambda lease, listing: None)
+    patch.setattr(reconcile, "explain_missing_proof", lambda lease, observed_node: None)
 
 
 def accept_stale_epochs(patch: Patch) -> None:

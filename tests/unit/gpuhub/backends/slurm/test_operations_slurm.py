@@ -76,7 +76,7 @@ async def test_container_does_not_start_while_slurm_is_unreachable(
         lease = await granted(harness, site)
         site.slurm.is_silent = True
         with pytest.raises(SlurmUnreachable):
-            await harness.backend.confirm(lease, patience_s=0)
+            await harness.backend.confirm(lease, timeout_s=0)
         site.slurm.is_silent = False
         await harness.backend.confirm(lease)
 

@@ -10,7 +10,7 @@ import pytest
 from gpuhub.broker.admission import limits, validate
 from gpuhub.broker.admission.validate import Requester
 from gpuhub.broker.controllers.deadlines import find_silent_jobs
-from gpuhub.broker.controllers.worker_launcher import build_roster, build_spec
+from gpuhub.broker.controllers.worker_launcher import build_spec, build_worker_list
 from gpuhub.broker.state import mutations
 from gpuhub.broker_api.schemas import JobRequest, JobState
 from gpuhub.common.errors import InvalidRequest
@@ -79,21 +79,21 @@ def test_scheduler_keeps_the_node_of_worker_0() -> None:
 def test_detached_workers_get_their_peers() -> None:
     """As the broker tells of workers, with the numbers and folder of the run."""
     job, lease = build_running_job(2)
-    roster = json.loads(build_roster(job, lease))
-    assert [(one["index"], one["node"], one["state"]) for one in roster] == [
+    worker_list = json.loads(build_worker_list(job, lease))
+    assert [(one["index"], one["node"], one["state"]) for one in worker_list] == [
         (0, "rig1", "running"),
         (1, "rig2", "running"),
     ]
-    assert roster[0]["gpus"] == [{"uuid": "GPU-rig1", "node": "rig1", "model": "RTX 5090", "memory_mib": 32607}]
+    assert worker_list[0]["gpus"] == [{"uuid": "GPU-rig1", "node": "rig1", "model": "RTX 5090", "memory_mib": 32607}]
     spec = build_spec("gh", job.evolve(detached=True, preemptions=2), lease, job.workers[1])
-    assert (spec.run_id, spec.run_index, spec.preemptions, spec.roster) == (
+    assert (spec.run_id, spec.run_index, spec.preemptions, spec.worker_list) == (
         "run-000001",
         1,
         2,
-        build_roster(job, lease),
+        build_worker_list(job, lease),
     )
     joined = build_spec("gh", job.evolve(joins="run-000009", first_worker=3), lease, job.workers[1])
-    assert (joined.run_id, joined.run_index, joined.index, joined.roster) == ("run-000009", 4, 1, None)
+    assert (joined.run_id, joined.run_index, joined.index, joined.worker_list) == ("run-000009", 4, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +114,17 @@ def test_contradictory_job_options_are_refused(asked: dict[str, Any], text: str)
 def test_detached_job_may_use_the_quota_of_its_notebook() -> None:
     """The notebook can end while it waits; another launch waits with its notebook, and a joining one with its run."""
     draft = build_transaction(*build_running_job(2), now=20.0)
-    rights = Quota(per_user=QuotaLimits(max_gpus=2))
-    asker = Requester(owner="ada", groups=frozenset(), quota=rights)
+    quota = Quota(per_user=QuotaLimits(max_gpus=2))
+    asker = Requester(owner="ada", groups=frozenset(), quota=quota)
     request = JobRequest(run_id="run-000002", nnodes=2)
     _, lease = validate.build_job(
         cluster=build_cluster(), transaction=draft, requester=asker, request=request, notebook=None
     )
-    limits.check_gpu_limit(lease, rights)
+    limits.check_gpu_limit(lease, quota)
     with pytest.raises(InvalidRequest, match="in addition to the notebook's 1; one user may hold at most 2"):
-        limits.check_gpu_limit(lease, rights, notebook=1)
+        limits.check_gpu_limit(lease, quota, notebook=1)
     with pytest.raises(InvalidRequest, match="in addition to the notebook's 1 and the joined run's 2"):
-        limits.check_gpu_limit(lease, rights, notebook=1, joined=2)
+        limits.check_gpu_limit(lease, quota, notebook=1, joined=2)
 
 
 # -- the whole way ----------------------------------------------------------------------------------------------------

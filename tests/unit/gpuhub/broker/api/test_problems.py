@@ -56,14 +56,14 @@ async def test_client_retries_then_reports_an_unreachable_broker() -> None:
         lambda: httpx.Response(200, json=[]),
     ]
     client = AsyncBrokerClient(
-        "http://broker", "t", patience_s=5, transport=httpx.MockTransport(lambda _: answers.pop(0)())
+        "http://broker", "t", retry_limit_s=5, transport=httpx.MockTransport(lambda _: answers.pop(0)())
     )
     assert await client.leases() == []
 
     def silent(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
-    client = AsyncBrokerClient("http://broker", "t", patience_s=0.1, transport=httpx.MockTransport(silent))
+    client = AsyncBrokerClient("http://broker", "t", retry_limit_s=0.1, transport=httpx.MockTransport(silent))
     with pytest.raises(BrokerUnreachable, match="does not answer"):
         await client.leases()
 
@@ -101,7 +101,7 @@ def test_the_time_to_try_again_survives_the_problem_document(header: str | None,
 
 
 async def test_the_client_comes_again_when_it_may() -> None:
-    """Who asked too often waits as long as the broker says, if that is within the client's patience."""
+    """Who asked too often waits as long as the broker says, if that is within the client's retry limit."""
     answers = [
         httpx.Response(
             429,
@@ -111,7 +111,9 @@ async def test_the_client_comes_again_when_it_may() -> None:
         for after in ("1", "60")
     ]
     sent = iter([answers[0], httpx.Response(200, json=[]), answers[1]])
-    client = AsyncBrokerClient("http://broker", "t", transport=httpx.MockTransport(lambda _: next(sent)), patience_s=30)
+    client = AsyncBrokerClient(
+        "http://broker", "t", transport=httpx.MockTransport(lambda _: next(sent)), retry_limit_s=30
+    )
     began = time.monotonic()
     assert await client.nodes() == []
     assert time.monotonic() - began >= 1

@@ -180,7 +180,7 @@ def test_workers_of_a_detached_job_get_their_peers(cluster: ClusterSettings) -> 
         "run_index": 0,
         "image": "i",
     }
-    spec = build_worker_spec(context=place(cluster), identity=ADA, roster="[]", preemptions=2, **asked)
+    spec = build_worker_spec(context=place(cluster), identity=ADA, worker_list="[]", preemptions=2, **asked)
     host = spec.host_config
     assert (host["cpu_quota"], host["mem_limit"], host["shm_size"]) == (250_000, 3 * 1024**3, 1024**3)
     assert spec.environment["OMP_NUM_THREADS"] == "2"

@@ -423,7 +423,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
 async def test_node_with_leases_is_removed_only_by_force(running: Running, tmp_path: Path) -> None:
     """They are shown and nothing is changed; with force they end, and the node takes nothing new."""
     container = await run_notebook(running, await ask(running, "ada"))
-    client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, patience_s=0)
+    client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, retry_limit_s=0)
     (held,) = await client.leases()
     node = next(node for node in build_cluster().nodes if node.name in held.nodes)
     output = io.StringIO()
@@ -493,7 +493,7 @@ def test_a_node_that_is_not_removed_takes_work_again(
     request = RemovalRequest(name="rig2", cluster_file=file)
     with served_broker(Setting(tmp_path, cluster=build_cluster())) as running:
         monkeypatch.setattr(
-            node_removal, "connect_to_broker", lambda _: AsyncBrokerClient(running.url, "own-token", patience_s=0)
+            node_removal, "connect_to_broker", lambda _: AsyncBrokerClient(running.url, "own-token", retry_limit_s=0)
         )
         with pytest.raises(GpuhubError, match=reason):
             node_removal.remove_node(request, Paths("ghnone"), AdminConsole(answers=io.StringIO()), lambda: None)

@@ -27,7 +27,7 @@ async def running(setting: Setting) -> AsyncIterator[Running]:
 
 
 async def fetch_view(running: Running) -> ClusterView:
-    client = AsyncBrokerClient(running.url, "ada", transport=running.transport, patience_s=0)
+    client = AsyncBrokerClient(running.url, "ada", transport=running.transport, retry_limit_s=0)
     try:
         return await client.cluster()
     finally:
@@ -43,7 +43,7 @@ async def test_all_free_gpus_take_part(running: Running) -> None:
 
 async def test_cordoned_node_is_left_out_and_a_silent_one_fails(running: Running) -> None:
     """What an administrator took out is no failure; a node that is down is one, and neither takes part."""
-    client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, patience_s=0)
+    client = AsyncBrokerClient(running.url, "own-token", transport=running.transport, retry_limit_s=0)
     await client.change_node("rig1", "cordon", CordonRequest(reason="new fan"))
     await client.close()
     view = await fetch_view(running)
