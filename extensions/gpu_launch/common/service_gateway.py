@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Connections to the broker, which lets a user send this many requests to services at once.
 _MAX_CONNECTIONS = 16
 _CONNECT_S = 30.0
-#: Of one connection, or the container's own, or set again.
+#: Headers that are not forwarded: hop-by-hop headers, credentials of this container, and headers set below.
 _NOT_SENT = frozenset(
     {
         "authorization", "connection", "cookie", "host", "keep-alive", "proxy-authorization", "proxy-connection", "te",

@@ -33,7 +33,7 @@ class RankVariables:
         self.has_taken = False
 
     def take(self, sent: Mapping[str, Any], frames: Sequence[bytes]) -> None:
-        """Take what the notebook sent with a cell, see `GpuCell.build_header`.
+        """Take what the notebook sent with a cell, see `GpuCellManager._prepare`.
 
         Raises:
             Exception: A value cannot be read here, or a module cannot be imported.

@@ -25,7 +25,7 @@ from typing import Any
 
 #: The variable with the path of a rank's dump; each rank fills in `{rank}`.
 VARIABLE = "GPU_LAUNCH_STACKS"
-#: Of the folder with the dumps, in the temporary folder; the id of its process follows.
+#: Prefix of the dump folder's name in $TMPDIR; followed by the process id.
 PREFIX = "gpu_launch-stacks-"
 #: Set by a user to serve torch's control plane in every rank of a launch.
 SERVER_VARIABLE = "GPU_LAUNCH_TORCH_SERVER"

@@ -17,14 +17,14 @@ from gpuhub.domain.models import ResourceRequest
 
 #: A reading stands for the time since the one before, if that is at most this, seconds.
 MAX_READING_GAP_S = 15.0
-#: A counter is believed up to this part of the power limit (GPUs exceed it for moments), for the time between two
-#: readings and this many seconds more, since readings are not from the very moment at which they arrive.
+#: A difference of a GPU's energy counter above 1.5 × power limit × (elapsed time + 10 s) is discarded as implausible:
+#: GPUs exceed their limit for moments, and readings arrive later than they are taken.
 _POWER_TOLERANCE, _TIME_TOLERANCE_S = 1.5, 10.0
 #: Power limit of a GPU that reports none, watts.
 _UNKNOWN_LIMIT_W = 1500.0
-#: A smaller GPU is named after this time of readings, seconds, which cover this part of the GPU time.
+#: A smaller GPU is suggested only if readings cover at least 300 s on each GPU and 90 % of the GPU time, 20 % of its
+#: memory would stay free, and the larger GPU's mean utilisation was at most 50 %.
 MIN_EVIDENCE_S, _MIN_EVIDENCE_PART = 300.0, 0.9
-#: It has this part of memory free, and the larger GPU was used for at most this part of the time, percent.
 _FREE_MEMORY, _MAX_USE_PERCENT = 0.2, 50
 _J_PER_KWH = 3.6e6
 

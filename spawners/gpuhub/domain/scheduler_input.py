@@ -13,7 +13,7 @@ from gpuhub.domain import lease_states, suspension
 from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow
 from gpuhub.scheduler.interface import Allocation, GpuSlot, NodeAllocation, SchedulingRequest
 
-#: Follows the id of a suspended lease in that of the allocation of its container.
+#: Suffix of the allocation id for the CPU and memory that a suspended lease's container still uses.
 HOST_SUFFIX = "/host"
 
 

@@ -466,7 +466,7 @@ class CircuitUsage:
     gpu_watts: int
     #: UUIDs of all GPUs and MIG devices on its nodes.
     uuids: frozenset[str] = frozenset()
-    #: Those of them that are not in use, and that it cannot supply as well now.
+    #: Unused GPUs that the circuit could not power now in addition to those in use.
     unsupplied: frozenset[str] = frozenset()
 
 

@@ -130,7 +130,7 @@ SHELLS = StreamKind(description="terminals", per_owner=2, total=64)
 SSH = StreamKind(description="SSH connections to jobs", per_owner=8, total=128)
 #: Requests to servers of jobs, counted for each visitor; a page's browser opens some at once, a program more.
 PORTS = StreamKind(description="requests to servers of jobs", per_owner=64, total=2048)
-#: The same to services, of which all their users share the connections.
+#: Requests to services per user. The limit is lower, because all users of a service share its connections.
 SERVICES = StreamKind(description="requests to services", per_owner=16, total=1024)
 LISTS = StreamKind(description="lists being read", per_owner=32, total=1024)
 EXPLANATIONS = StreamKind(description="explanations being computed", per_owner=16, total=256)

@@ -29,8 +29,9 @@ from gpuhub.nodes.status import GpuReading, NodeStatus
 #: Records that are kept in memory after their end, for clients that ask about them then.
 MAX_ENDED = 2048
 _DAY_S = 86400.0
-#: Between the models of a record, and most characters of names and models.
+#: Separator between GPU models in one record.
 _AND = ", "
+#: Maximum length of a name or a model list, characters.
 _NAME_LENGTH = _MODEL_LENGTH = 80
 
 

@@ -1,4 +1,4 @@
-"""Run by Alembic: migrate over the connection that `broker.store` hands in."""
+"""Run by Alembic: migrate over the connection that `broker.db.engine` passes."""
 
 from __future__ import annotations
 
