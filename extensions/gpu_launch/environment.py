@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Never passed to ranks: the container's own credentials, and ipyparallel's.
+#: Prefixes of variables that are never passed to ranks: the container's own credentials, and ipyparallel's.
 SECRET_PREFIXES = ("JUPYTERHUB_", "JPY_", "IPP_", "GPUHUB_JOB_KEY")
 
 

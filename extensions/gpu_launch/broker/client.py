@@ -22,7 +22,7 @@ from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError
 
 _QUERY_RETRY_LIMIT_S = 3.0  # seconds that a query of the notebook waits for a broker that restarts
-#: Longest wait for a restart of the broker or the hub, seconds.
+#: Maximum wait for a restart of the broker or the hub, seconds.
 RETRY_LIMIT_S = 60.0
 #: Length of a long poll, seconds; a change is answered at once.
 LONG_POLL_S = 20.0
@@ -243,7 +243,7 @@ class BrokerClient:
         self._request("POST", f"/leases/{_quote(lease_id)}/suspend")
 
     def resume_notebook(self, lease_id: str) -> None:
-        """Have a suspended notebook wait for its GPU."""
+        """Let a suspended notebook wait for its GPU."""
         self._request("POST", f"/leases/{_quote(lease_id)}/resume")
 
     def get_job(self, job_id: str, *, version: int | None = None, wait_s: float = LONG_POLL_S) -> models.Job:

@@ -27,7 +27,7 @@ class GpuRequest:
 
     #: Any of these models, in order of preference; empty for any model.
     models: tuple[str, ...] = ()
-    #: Least memory of each GPU.
+    #: Minimum memory of each GPU.
     least_memory_mib: int = 0
     #: CPU cores, memory (MiB) and /dev/shm (MiB) of each container; None for its GPUs' share of the node.
     cpus: Amount | None = None

@@ -13,7 +13,7 @@ from gpu_launch.errors import BrokerError
 
 #: Names of jobs that a notebook requests for itself.
 LAUNCH, RANKS, CLUSTER, CELL = "%gpu_launch", "%gpu_ranks", "ipp.Cluster", "%%gpu"
-#: What frees such a job's GPUs in the notebook that requested it.
+#: Commands that free the GPUs of such a job in the notebook that requested it.
 _OWN_COMMANDS = {RANKS: "%gpu_ranks --stop", CLUSTER: "cluster.stop_cluster_sync()", CELL: "%gpu --stop"}
 
 

@@ -149,7 +149,7 @@ class Lease:
     expires_at: datetime | None = None
     #: Defects and slowdowns of its GPUs, one text for each GPU that has some.
     gpu_problems: tuple[str, ...] = ()
-    #: Of a notebook that has lent its GPU: `suspending`, `suspended`, `resuming` or `restoring`; otherwise empty.
+    #: State of a notebook that has lent its GPU: `suspending`, `suspended`, `resuming` or `restoring`; otherwise empty.
     suspension: str = ""
 
 
@@ -201,7 +201,7 @@ class Cluster:
     nodes: tuple[Node, ...]
     #: Waiting requests of all users, with Slurm also from outside gpuhub.
     waiting: int = 0
-    #: Those from outside gpuhub.
+    #: Number of waiting requests from outside gpuhub.
     waiting_outside: int = 0
     #: Even a request for free GPUs waits a moment in another scheduler's queue.
     has_delayed_grants: bool = False

@@ -14,10 +14,14 @@ from gpu_launch.common.client_tls import load_own_tls
 from gpu_launch.environment import Environment
 from gpu_launch.errors import BrokerError
 
-#: Longest silence of a server, and time to check whether it answers, seconds.
-_SILENCE_S, _PROBE_S = 600.0, 10.0
-#: A longer line, or error, is not read.
-_MAX_LINE, _MAX_ERROR = 1 << 20, 1 << 16
+#: Maximum silence of a server, seconds.
+_SILENCE_S = 600.0
+#: Time limit of the check whether a server answers, seconds.
+_PROBE_S = 10.0
+#: Maximum length of a line that is read, bytes.
+_MAX_LINE = 1 << 20
+#: Maximum length of an error that is read, bytes.
+_MAX_ERROR = 1 << 16
 
 
 class PortClient:

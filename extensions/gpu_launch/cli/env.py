@@ -25,7 +25,7 @@ from gpu_launch.errors import GpuLaunchError, UsageError
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,30}")
 #: Names of kernels that images have.
 _TAKEN = frozenset({"python", "python3"})
-#: In the environment: makes the image's packages importable after its own ones, with their own .pth files.
+#: File in the environment that makes the image's packages importable after its own ones, with their own .pth files.
 _PATH_FILE = "gpuhub-image.pth"
 _CREATE_S = 120.0
 

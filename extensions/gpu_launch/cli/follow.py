@@ -19,7 +19,7 @@ from gpu_launch.errors import BrokerError
 from gpu_launch.output import text as render
 
 INTERRUPTED = 130
-#: Longest wait for a restart of hub, proxy or broker, seconds.
+#: Maximum wait for a restart of hub, proxy or broker, seconds.
 RETRY_LIMIT_S = 600.0
 #: A stream may be dead after this many seconds of silence, for example after the laptop slept; it is opened again.
 SILENCE_S = 60.0

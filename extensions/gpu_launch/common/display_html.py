@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-#: In the order in which a bundle's types are tried.
+#: Types of images in the order in which a bundle is searched for them.
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 
 

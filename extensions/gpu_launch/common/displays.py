@@ -40,7 +40,7 @@ class Display:
     """One display of a rank."""
 
     kind: DisplayKind = DisplayKind.SHOW
-    #: By MIME type: text, or what JSON holds.
+    #: MIME type → text, or what JSON holds.
     data: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     #: The id by which `update_display` finds it; empty for none.

@@ -20,7 +20,7 @@ STACKS = "stacks.json"
 KEPT_RUNS = 20
 #: Missed heartbeats of (100 + 500) ms each after which ipyparallel's engines give up their controller.
 HEARTBEAT_MISSES = 20
-#: Older heartbeats belong to a kernel that died without removing them, seconds.
+#: Age from which a heartbeat belongs to a kernel that died without removing it, seconds.
 _STALE_HEARTBEAT_S = 14 * 24 * 3600.0
 #: A detached job that has not started after this many seconds counts as over.
 _UNSTARTED_JOB_S = 90 * 24 * 3600.0

@@ -12,7 +12,7 @@ from gpu_launch.common.launch_spec import Channel
 
 #: Batches queued on either side before the sender waits; the rest stays in the ranks' log files.
 _WAITING_BATCHES = 200
-#: Longest time that closing the sender takes to send pending messages, ms.
+#: Maximum time for pending messages to be sent when the sender is closed, ms.
 _LINGER_MS = 2000
 
 

@@ -22,8 +22,10 @@ _CACHE = "hub"
 _MODEL = re.compile(r"(models|datasets)--[A-Za-z0-9._-]{1,200}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-#: More models, revisions of a model or names of revisions than these are not linked.
-_MOST_MODELS, _MOST_REVISIONS = 2000, 50
+#: Maximum number of models that are linked.
+_MOST_MODELS = 2000
+#: Maximum number of revisions of a model, and of names of revisions, that are linked.
+_MOST_REVISIONS = 50
 
 log = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ from gpu_launch.courier.files import explain_tar_errors, replace_hard_link, reso
 from gpu_launch.courier.protocol import CourierError, IncomingData
 from gpu_launch.errors import UsageError
 
-#: Below the home: what jobs on guests wrote, a folder for each run.
+#: Folder in the home for what jobs on guests wrote, with a folder for each run.
 RESULTS = "guest-results"
 #: Files of a run folder that the job needs, and those that may come back.
 _SENT = ("job.json", "run.json", "exchange", "output.log", "state.json")
 _RETURNED = frozenset({"output.log", "state.json", "logs"})
-#: Most members of what comes back; a guest could otherwise fill the file server with empty files.
+#: Maximum number of members of a returned archive; a guest could otherwise fill the file server with empty files.
 MAX_MEMBERS = 100_000
 _BLOCK = 256 * 1024
 

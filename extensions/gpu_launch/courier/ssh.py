@@ -13,7 +13,7 @@ from gpu_launch.errors import UsageError
 from gpu_launch.sshd.session import SshdError, SshdSession
 
 _BLOCK = 65536
-#: What logins to a machine usually have, while the courier's own files are for their owner alone.
+#: Umask of logins to a machine; the courier's own files are for their owner alone.
 _UMASK = 0o022
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Longest time that a `~/.bashrc` may take, seconds.
+#: Maximum time that a `~/.bashrc` may take, seconds.
 TIMEOUT_S = 30.0
 #: Variables of the shell that read the file.
 _OWN = frozenset({"_", "SHLVL", "PWD", "OLDPWD", "PS1", "PS2", "PROMPT_COMMAND", "COLUMNS", "LINES"})

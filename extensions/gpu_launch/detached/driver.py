@@ -46,7 +46,7 @@ from gpu_launch.units import format_span
 
 #: Exit codes of a job whose manifest makes no sense, whose ranks have none of their own, and that got SIGTERM.
 _USAGE, _FAILED, _TERMINATED = 2, 1, 128 + signal.SIGTERM
-#: Most seconds between SIGTERM in the first container and in this one.
+#: Maximum time between SIGTERM in the first container and in this one, seconds.
 _SIGTERM_S = 10.0
 _POLL_S = 0.05  # seconds
 

@@ -83,7 +83,7 @@ class Endpoint:
         #: The run's id, for %gpu_logs.
         self.run_id = run_id
         self._job_id = job_id
-        #: As requests call it.
+        #: Name of the model in requests.
         self.model = model
         #: The conversation so far, which `chat` continues.
         self.messages: list[dict[str, str]] = []

@@ -15,12 +15,17 @@ from gpu_launch.errors import LaunchFailed, UsageError
 from gpu_launch.output.display_tabs import RankDisplay
 from gpu_launch.output.panel import PanelView, build_line
 
-#: Seconds between writes of a status of which only the text has changed, and of an unchanged one.
-_TEXT_S, _BEAT_S = 2.0, 10.0
+#: Interval between two writes of a status of which only the text has changed, seconds.
+_TEXT_S = 2.0
+#: Interval between two writes of an unchanged status, seconds.
+_BEAT_S = 10.0
 #: Size of a file that is removed when the disk is full, so that the last line can be written.
 _SPARE_BYTES = 64 * 1024
-#: Most characters of the status's error and text, so that the file stays below `courier.files.MAX_STATUS`.
-_MAX_ERROR, _MAX_TEXT = 12_000, 1000
+#: Maximum length of the status's error, characters; with that of the text, it keeps the file below
+#: `courier.files.MAX_STATUS`.
+_MAX_ERROR = 12_000
+#: Maximum length of the status's text, characters.
+_MAX_TEXT = 1000
 
 
 class Journal:

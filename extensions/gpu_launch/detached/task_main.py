@@ -28,7 +28,8 @@ from gpu_launch.training import comm_modes
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05  # seconds between polls for the other nodes
-#: Set by torch's launcher for ranks. The commands are not ranks, and may start torchrun themselves.
+#: Prefixes of variables that torch's launcher sets for ranks. The commands are not ranks, and may start torchrun
+#: themselves.
 _RANK_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 _RANK_NAMES = frozenset({"RANK", "WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"})
 

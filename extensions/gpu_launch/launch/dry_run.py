@@ -42,7 +42,7 @@ class DryRunReport:
 
     plan: LaunchPlan
     spec: LaunchSpec
-    #: By node rank; names such as NODE1 where they are not known.
+    #: Addresses by node rank; names such as NODE1 where they are not known.
     addresses: tuple[str, ...]
     #: The body of the job's request; None where the broker is not asked.
     body: Mapping[str, Any] | None

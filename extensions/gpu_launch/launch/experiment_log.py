@@ -30,10 +30,14 @@ _URI, _TOKEN, _EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "MLF
 #: Tags of every run that a process starts, as JSON.
 _CONTEXT = "MLFLOW_RUN_CONTEXT"
 _REQUEST_S = 10.0
-#: Longest wait of a start for the run's id, and of a launch's end for what is not sent yet, seconds.
-_CREATED_S, _FINISHED_S = 3.0, 10.0
-#: Between two batches of metrics, seconds, and most reports in one: MLflow takes 1,000 metrics at once.
-_BATCH_S, _MAX_BATCH = 1.0, 50
+#: Maximum time that the start waits for the id of MLflow's run, seconds.
+_CREATED_S = 3.0
+#: Maximum time that the end of a launch waits for what is not sent yet, seconds.
+_FINISHED_S = 10.0
+#: Interval between two batches of metrics, seconds.
+_BATCH_S = 1.0
+#: Maximum number of reports in one batch: MLflow takes 1,000 metrics at once.
+_MAX_BATCH = 50
 _MAX_METRICS = 20  # of one report
 #: Reports that wait for an MLflow that is slow; further ones are left out.
 _MAX_WAITING = 1000
@@ -100,10 +104,10 @@ def _name_experiment(user: str, folder: Path, home: Path) -> str:
 
 
 class ExperimentLog:
-    """Sends a launch's run to MLflow in a thread: the launch never waits for it but for a moment at start and end."""
+    """Sends a launch's run to MLflow in a thread: the launch waits for it only for a moment at start and end."""
 
     def __init__(self, settings: ExperimentSettings | None) -> None:
-        """With None nothing is sent."""
+        """Create the log; with `settings` None nothing is sent."""
         self._settings = settings
         self._reports: queue.Queue[tuple[int, int, Mapping[str, Any]]] = queue.Queue(_MAX_WAITING)
         self._created, self._over = threading.Event(), threading.Event()

@@ -27,7 +27,7 @@ class MembershipChange:
     is_complete: bool
     #: Indexes of the workers that leave.
     leaving: frozenset[int]
-    #: One that ended without the broker: it uses up one of --max-restarts.
+    #: A worker that ended without the broker; it uses up one of --max-restarts.
     lost: Worker | None = None
     #: Nodes of workers that are connected now and did not take part.
     joined: tuple[str, ...] = ()

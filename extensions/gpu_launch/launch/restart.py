@@ -31,8 +31,10 @@ _REASON_S = 10.0  # seconds from the end of workers that got SIGTERM until the b
 _TERM_S = 3.0  # seconds from SIGTERM to SIGKILL
 _KILLED_S = 3.0  # seconds until the end of killed ranks is reported
 _LOST_S = 10.0  # seconds for checkpoints when a node was lost
-#: Seconds between requests for missing nodes, longer after one that brought nothing, at most this long.
-_REQUEST_S, _MAX_REQUEST_S = 5.0, 60.0
+#: Interval between requests for missing nodes, seconds; longer after one that brought nothing.
+_REQUEST_S = 5.0
+#: Maximum interval between such requests, seconds.
+_MAX_REQUEST_S = 60.0
 
 
 class RestartController:

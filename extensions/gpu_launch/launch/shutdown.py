@@ -18,8 +18,10 @@ _STEP_S = 0.05  # seconds between polls of the thread that releases the workers
 _QUICK_S = 0.3  # seconds that the end may take before its progress is shown
 _INTERRUPT_S = 1.0  # seconds that ranks have to end after the user's interrupt
 _CANCELLED_S = 2.0  # seconds for a cancelled start to stop
-#: Seconds for agents to confirm that nothing of the run is left: if the workers will not be used again, and otherwise.
-_UNPROVEN_S, _FINISHED_S = 5.0, 20.0
+#: Time limit for agents to confirm that nothing of the run is left, if the workers will not be used again; seconds.
+_UNPROVEN_S = 5.0
+#: Time limit for that confirmation if the workers will be used again, seconds.
+_FINISHED_S = 20.0
 
 
 class LaunchShutdown:

@@ -23,8 +23,10 @@ _OPTION_BY_FLAG = {flag: option for option in definition.OPTIONS for flag in opt
 _LOG_FLAGS = ("--rank", "-f", "-n")
 #: No more completions than this are shown.
 _MOST = 200
-#: How long the answer of a slow call is kept, and how long completion waits for the first one, seconds.
-_REMEMBERED_S, _WAIT_S = 30.0, 1.0
+#: Time that the answer of a slow call is kept, seconds.
+_REMEMBERED_S = 30.0
+#: Maximum time that completion waits for the first answer, seconds.
+_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

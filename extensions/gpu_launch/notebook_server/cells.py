@@ -25,7 +25,7 @@ class RunningCells:
         return bool(self._running)
 
     def update(self, header: dict[str, Any], parent: dict[str, Any], content: dict[str, Any]) -> bool:
-        """Take over a message from the kernel; return whether a cell begins with it."""
+        """Record a message from the kernel; return whether a cell begins with it."""
         if header.get("msg_type") != "status":
             return False
         state, cell = content.get("execution_state"), parent.get("msg_id", "")
@@ -47,7 +47,7 @@ class CellWatch:
         """`on_start` is called whenever a cell begins."""
         self._kernel_manager = kernel_manager
         self._on_start = on_start
-        #: By kernel: its manager, the stream of its messages, and its cells.
+        #: Kernel id → its manager, the stream of its messages, and its cells.
         self._watched: dict[str, tuple[Any, Any, RunningCells]] = {}
 
     @property

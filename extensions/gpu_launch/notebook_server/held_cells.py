@@ -101,7 +101,7 @@ class HeldCells:
 
             @contextmanager
             def _open_shell(self) -> Iterator[None]:
-                """Have a channel to the kernel: that in which the server keeps the answers, or another without it."""
+                """Ensure a channel to the kernel: that in which the server keeps the answers, or another without it."""
                 kept = getattr(self, "channels", {}).get("shell")
                 if kept is not None and not kept.closed():
                     yield

@@ -15,7 +15,7 @@ from typing import Any
 
 #: Variable: `{"url": path at the hub, "load": {extension: its first file}}`; empty where the hub has no files.
 VARIABLE = "GPUHUB_LAB_EXTENSIONS"
-#: Where JupyterLab looks besides the folder of the image.
+#: Folders in which JupyterLab looks in addition to that of the image.
 OTHER_FOLDERS = (Path("/usr/local/share/jupyter/labextensions"), Path("/usr/share/jupyter/labextensions"))
 
 

@@ -29,7 +29,7 @@ from gpu_launch.output import logs
 
 #: Requests to the broker and reads of log files at the same time; further ones wait.
 _THREADS = 4
-#: Longest request of the browser, bytes.
+#: Maximum length of a request of the browser, bytes.
 _MAX_BODY_BYTES = 4096
 #: The end of the output that is shown, bytes.
 _LOG_BYTES = 64 * 1024
@@ -55,7 +55,7 @@ class LabBackend:
         return await self._overview.get()
 
     def forget_overview(self) -> None:
-        """Have the next overview read again: something was changed."""
+        """Let the next overview be read again: something was changed."""
         self._overview.forget()
 
     async def extend(self, time_limit_s: int) -> None:
@@ -71,7 +71,7 @@ class LabBackend:
         self._overview.forget()
 
     async def suspend(self, *, is_wanted: bool) -> None:
-        """Suspend the notebook, or have it wait for its GPU.
+        """Suspend the notebook, or let it wait for its GPU.
 
         Raises:
             UsageError: The notebook has no lease.
@@ -175,7 +175,7 @@ class ExtendHandler(LabHandler):
 
 
 class SuspensionHandler(LabHandler):
-    """POST: suspend the notebook. DELETE: have it wait for its GPU."""
+    """POST: suspend the notebook. DELETE: let it wait for its GPU."""
 
     @web.authenticated
     async def post(self) -> None:

@@ -14,8 +14,10 @@ from tornado import web
 from gpu_launch.broker.client import BrokerClient
 from gpu_launch.errors import BrokerError
 
-#: Interval of the questions, and after a failure, seconds.
-PERIOD_S, RETRY_S = 10.0, 60.0
+#: Interval between two requests for notifications, seconds.
+PERIOD_S = 10.0
+#: Interval after a failure, seconds.
+RETRY_S = 60.0
 #: Notifications that are kept for pages that open later.
 MAX_KEPT = 20
 #: JupyterLab shows idle notebooks with a countdown, and tests are for other destinations.
@@ -52,7 +54,7 @@ class NotificationFeed:
         return PERIOD_S
 
     def add(self, new: Iterable[dict[str, Any]]) -> None:
-        """Take over an answer; the first one is about the time before this notebook."""
+        """Process an answer; the first one is about the time before this notebook."""
         new = list(new)
         if self._last is not None:
             self._kept.extend(row for row in new if row["kind"] not in _HIDDEN)

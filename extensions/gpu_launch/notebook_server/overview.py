@@ -129,7 +129,7 @@ class SharedReader:
         return await asyncio.shield(self._reading)
 
     def forget(self) -> None:
-        """Have the next caller read again: the value was changed."""
+        """Make the next caller read again: the value was changed."""
         self._reading = None
 
     def _is_old(self, reading: asyncio.Future[dict[str, Any]]) -> bool:

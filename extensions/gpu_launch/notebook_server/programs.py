@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 #: The driver's library, as part of its path, in the files that a process has mapped.
 _CUDA_DRIVER = "libcuda.so"
-#: What sshd's own process that serves SFTP calls itself.
+#: Name of sshd's own process that serves SFTP.
 _SFTP = "@internal-sftp"
 
 #: Processes by their parent's id.
@@ -27,7 +27,7 @@ _Children = Mapping[int, list[psutil.Process]]
 class UserPrograms:
     """The programs that run at one moment."""
 
-    #: Those that run; a shell at its prompt is none.
+    #: Processes that run; a shell at its prompt is not one.
     running: frozenset[psutil.Process]
     #: When the terminal of an SSH session at its prompt was last used; None without one.
     used_at: datetime | None

@@ -14,7 +14,7 @@ from tornado import web
 from gpu_launch.notebook_server.lab_routes import LabBackend, LabHandler, parse_body
 from gpu_launch.notebook_server.recipe_runner import RecipeRequest
 
-#: Longest request: the most parameters with their longest values, bytes.
+#: Maximum length of a request, bytes: enough for all parameters with their longest values.
 _MAX_BODY_BYTES = 1024 * 1024
 _MOST_GPUS = 4096
 _NAME = r"([a-z][a-z0-9-]{0,39})"

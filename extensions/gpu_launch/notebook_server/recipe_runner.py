@@ -21,13 +21,13 @@ from gpu_launch.environment import Environment
 from gpu_launch.errors import UsageError
 from gpu_launch.recipes import run_record
 
-#: Longest time of a command, seconds. It asks the broker and sends two small files.
+#: Maximum time of a command, seconds. It asks the broker and sends two small files.
 _COMMAND_S = 60.0
 #: Commands at the same time; further ones wait.
 _MOST_COMMANDS = 2
 #: Largest files of a run that are read, bytes.
 _MAX_FILE_BYTES = 256 * 1024
-#: What the command's errors begin with, which says nothing on a page with a form.
+#: Prefixes of the command's errors that are removed, because they mean nothing on a page with a form.
 _PREFIXES = ("gpu-launch: ", "--set ")
 
 
@@ -36,7 +36,7 @@ class RecipeRequest:
     """A job that a user asks for on the page."""
 
     recipe: str
-    #: By parameter; parameters that are left out have their defaults.
+    #: Parameter → value; parameters that are left out have their defaults.
     values: Mapping[str, str]
     #: GPUs in all; None for the recipe's own number.
     gpus: int | None = None

@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-#: Only functions that run in the hub use these. They are imported when something of them is used.
+#: Modules that only functions in the hub use. They are imported when something of them is used.
 DELAYED = ("sqlalchemy", "jupyterhub.orm", "jupyterhub.roles")
 #: Classes that a server's modules import and only compare others to: an error of the database, and a page's handler.
 LEFT_OUT = {

@@ -27,7 +27,7 @@ from gpu_launch.options.option import LaunchOption
 class TypedLine:
     """A command line, split into checked values and the words that belong to the script."""
 
-    #: By option name; only those that were typed.
+    #: Option name → value; only options that were typed.
     values: Mapping[str, Any] = field(default_factory=dict)
     torchrun_flags: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ _SPANS = ("10m", "30m", "1h", "4h", "1d")
 _STREAMS = ("0", "1", "2", "3")
 _PARTS, _TIMES, _STARTS = "What takes part", "When", "How ranks start"
 _VARIABLES, _OUTPUT, TORCHRUN = "The notebook's variables", "Output", "As in torchrun"
-#: In the order of the help.
+#: All options in the order of the help.
 OPTIONS: tuple[LaunchOption, ...] = (
     LaunchOption(
         "--nnodes",

@@ -50,7 +50,7 @@ class LaunchOptions:
     keep_s: int | None = None
     #: It runs without the notebook.
     detach: bool = False
-    #: Of a job alone: the tasks of an array, the run that must succeed before, and the number of further tries.
+    #: Tasks of an array, the run that must succeed before, and the number of further tries; for detached jobs only.
     array: ArrayTasks | None = None
     after: str | None = None
     retries: int = 0

@@ -22,11 +22,17 @@ from gpu_launch.training.comm_modes import AUTO, CommMode
 MAX_NODES, MAX_PROCESSES, MAX_MODELS, MAX_PRIORITY, MAX_DATASETS = 1024, 64, 16, 100, 16
 MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 60, 366 * 86400
 MAX_KEEP_S = 86400
-#: Smallest and largest number of cores, and least memory, of a container.
-MIN_CPUS, MAX_CPUS, MIN_RAM_MIB = 0.1, 4096, 64
+#: Minimum number of cores of a container.
+MIN_CPUS = 0.1
+#: Maximum number of cores of a container.
+MAX_CPUS = 4096
+#: Minimum memory of a container.
+MIN_RAM_MIB = 64
 MAX_RANK = MAX_NODES * MAX_PROCESSES - 1
-#: The broker takes no more tasks in one request, and tries a failed job no more often.
-MAX_TASKS, MAX_RETRIES = 1000, 100
+#: Maximum number of tasks in one request to the broker.
+MAX_TASKS = 1000
+#: Maximum number of times that the broker tries a failed job again.
+MAX_RETRIES = 100
 #: As in torch.numa.binding.
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 COMM_MODES = (AUTO, *(str(mode) for mode in CommMode))

@@ -14,8 +14,10 @@ from gpu_launch.output.panel import format_remaining, format_steps
 from gpu_launch.output.progress_bars import ProgressBar
 from gpu_launch.output.text import format_count, format_numbers, format_size
 
-#: Most displays of one rank, and characters of HTML of all ranks, that are shown; earlier ones give way.
-MAX_ITEMS, MAX_CHARACTERS = 50, 16_000_000
+#: Maximum number of displays of one rank that are shown; earlier ones are removed.
+MAX_ITEMS = 50
+#: Maximum number of characters of HTML of all ranks that are shown; earlier displays are removed.
+MAX_CHARACTERS = 16_000_000
 #: The times and the rate that tqdm writes: ranks whose bars differ in them alone show the same.
 _TIMES = re.compile(
     r"\[(?:[\d:?]+(?:&lt;[\d:?]+)?,\s*|[^\[\],]{1,30} left, )?[\d.?]+\s?[^\s,\[\]]{0,15}/[^\s,\[\]]{1,15}"

@@ -28,7 +28,7 @@ _QUIET_S = 1.0
 _TAIL = 4096
 #: The key with what `_render` has made of a display.
 _HTML = "gpuhub html"
-#: How the names of gpuhub's engines begin: with the id of their run.
+#: Prefix of the names of gpuhub's engines, which begin with the id of their run.
 _RUN = "run-"
 #: The widgets of all engines of a client.
 _widgets: WeakKeyDictionary[Any, WidgetStates] = WeakKeyDictionary()
@@ -41,7 +41,7 @@ class EngineOutputs(list[dict[str, Any]]):
 
     def __init__(self, kept: list[dict[str, Any]]) -> None:
         super().__init__(kept)
-        #: Those that are on the screen: updated, and without what was cleared.
+        #: Displays that are on the screen: updated, and without those that were cleared.
         self.shown = [dict(content) for content in kept]
         self._clears_next = False
 

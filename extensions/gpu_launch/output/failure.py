@@ -43,7 +43,7 @@ _HARDWARE = re.compile(
 )
 #: Grades of failed ranks, from the most to the least likely cause.
 OWN_ERROR, KILLED, VICTIM, STOPPED = range(4)
-#: Longest excerpt of another rank's error, characters.
+#: Maximum length of an excerpt of another rank's error, characters.
 _MAX_ERROR_LENGTH = 160
 #: Signals with which torchrun or a launch ends the remaining ranks.
 _STOP_SIGNALS = frozenset({-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT})

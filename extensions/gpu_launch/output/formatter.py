@@ -26,8 +26,8 @@ PARTIAL_S = 0.5
 REDRAW_S = 2.0
 #: Longer lines are broken, characters.
 MAX_LINE_LENGTH = 8192
-#: Most text per second in the notebook after the burst: more than anyone can read, and the browser can hold an hour of
-#: it. The log files have all of it.
+#: Maximum text per second in the notebook after the burst: more than anyone can read, and the browser can hold an hour
+#: of it. The log files have all of it.
 CAP_BYTES_S = 100_000
 CAP_BURST_BYTES = 1_000_000
 #: Characters added to a line's own: its prefix.

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-#: Longest wait of a line for its equals, seconds. With the notebook's poll period of 50 ms a line is shown within 0.15
-#: s.
+#: Maximum time that a line waits for equal lines of other ranks, seconds. With the notebook's poll period of 50 ms a
+#: line is shown within 0.15 s.
 MAX_WAIT_S = 0.1
 _Key = tuple[str, str]
 

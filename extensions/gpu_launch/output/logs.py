@@ -26,8 +26,10 @@ USAGE = """\
   -f         follow until the run ends; an interrupt ends only the following
   -n LINES   the last LINES lines of each file (50), 0 for all
 """
-#: Seconds between reads of a followed run, and of one that waits to start again.
-_POLL_S, _REQUEUED_POLL_S = 0.2, 3.0
+#: Interval between two reads of a followed run, seconds.
+_POLL_S = 0.2
+#: Interval between two reads of a run that waits to start again, seconds.
+_REQUEUED_POLL_S = 3.0
 _CHUNK = 256 * 1024
 _MAX_LINES = 10_000_000
 #: Log files of which `read_tail` reads the end.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Most bars shown of one rank, such as nested loops.
+#: Maximum number of bars shown of one rank, such as nested loops.
 _MAX_BARS = 3
 #: Number of reports from which the remaining time is estimated.
 _MAX_REPORTS = 60

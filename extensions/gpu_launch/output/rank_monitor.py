@@ -70,7 +70,7 @@ class RankMonitor:
         """`on_report` gets step and metrics of each report of rank 0, as they were sent."""
         self._on_report = on_report
         self._options = options
-        #: Most nodes and ranks per node that an attempt may have.
+        #: Maximum number of nodes, and of ranks on each, that an attempt may have.
         self._nnodes, self._nproc_per_node = nnodes, nproc_per_node
         self.attempt = 0
         #: The nodes of this attempt; None until that is decided.

@@ -50,7 +50,7 @@ class RankStacks:
     text: str = ""
     #: The reason why there are no stacks; empty if there are.
     problem: str = ""
-    #: By process group with its backend: the number and the name of the last collective that the rank has called.
+    #: Process group with its backend → number and name of the last collective that the rank has called.
     collectives: Mapping[str, tuple[int, str]] | None = None
 
 

@@ -13,10 +13,10 @@ from gpu_launch.common.run_folder import write_private
 from gpu_launch.errors import UsageError
 from gpu_launch.training.comm_modes import CommMode
 
-#: Below the home.
+#: Folder of the figures, below the home.
 _FOLDER = Path(".gpu_launch/predictions")
 _BENCH = "bench.json"
-#: What `gpuhub bench` measured, as it was when a prediction last needed it.
+#: File with the figures of `gpuhub bench`, from when a prediction last needed them.
 _CLUSTER_BENCH = "cluster-bench.json"
 
 
@@ -60,7 +60,7 @@ class Bench:
     measured_at: str
     #: `nccl` or `gloo`.
     backend: str
-    #: By rank.
+    #: Cards by rank.
     cards: tuple[Card, ...]
     links: tuple[Link, ...]
     #: All ranks together; None for one rank.
@@ -84,11 +84,11 @@ class StepProfile:
     script: str
     card: Card
     steps: int
-    #: Between the update of the step before and the forward pass: mostly the wait for samples.
+    #: Time between the update of the previous step and the forward pass, seconds: mostly the wait for samples.
     input_s: float
-    #: From the forward pass to the last gradient.
+    #: Time from the forward pass to the last gradient, seconds.
     compute_s: float
-    #: From the last gradient to the end of the optimizer's step.
+    #: Time from the last gradient to the end of the optimizer's step, seconds.
     update_s: float
     buckets: tuple[Bucket, ...]
     #: The time that compressing all buckets takes, seconds, by mode.

@@ -16,7 +16,7 @@ from gpu_launch.errors import UsageError
 _GIB = 1 << 30
 #: CUDA's context, cuBLAS's and NCCL's buffers.
 _CONTEXT = 1 * _GIB
-#: What torch's allocator holds over what tensors need.
+#: Memory that torch's allocator holds, as a multiple of what tensors need.
 _FRAGMENTATION = 1.06
 #: Activations with autocast over those of a model in bfloat16, measured: the sums between layers stay in float32.
 _AUTOCAST = 1.2
@@ -36,7 +36,7 @@ class Method(StrEnum):
     QLORA = "qlora"
 
 
-#: What the estimate says of each.
+#: Names of the methods in the estimate.
 TITLES: Mapping[Method, str] = {Method.FULL: "all weights", Method.LORA: "LoRA", Method.QLORA: "QLoRA"}
 
 
@@ -49,16 +49,16 @@ class ModelTrace:
     sequence: int
     checkpointing: bool
     parameters: int
-    #: In linear layers but the last, which are those that QLoRA quantises.
+    #: Parameters in linear layers, except the last, which are those that QLoRA quantises.
     linear: int
-    #: In the largest block, which FSDP gathers at once, and in none.
+    #: Parameters in the largest block, which FSDP gathers at once, and outside all blocks.
     block: int
     outside: int
-    #: Of LoRA's matrices.
+    #: Parameters of LoRA's matrices.
     adapters: int
     full_activations: int
     lora_activations: int
-    #: In float32.
+    #: Bytes of the logits in float32.
     logits: int
 
 

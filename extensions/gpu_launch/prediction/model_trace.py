@@ -30,7 +30,7 @@ def trace_model(model: str | Any, *, batch: int, sequence: int, rank: int, check
         model: A folder, a name in the Hugging Face cache, or a configuration of transformers.
         batch: Sequences that a rank computes at once.
         sequence: Tokens of each.
-        rank: Rank of LoRA's matrices, which are added to all linear layers but the last.
+        rank: Rank of LoRA's matrices, which are added to all linear layers except the last.
         checkpointing: Whether activations are computed again in the backward pass.
 
     Raises:

@@ -16,8 +16,10 @@ from gpu_launch.prediction.cost_model import StepPrediction
 from gpu_launch.prediction.figures import Bench, Network, StepProfile
 from gpu_launch.training.comm_modes import AUTO, MATHEMATICS, PERIODS, CommMode
 
-#: More cards are advised where they train faster by this factor, and parts of a step are named above this share of it.
-_PAYS, _NOTABLE = 1.1, 0.1
+#: More cards are advised if they train faster by at least this factor.
+_PAYS = 1.1
+#: Parts of a step are named if they take more than this share of it.
+_NOTABLE = 0.1
 _SLOWER = 1.25
 
 

@@ -29,8 +29,12 @@ from gpu_launch.training.ddp_communication import build_powersgd_state
 
 #: The variable with the name under which the prediction is kept; set in the rank that is profiled only.
 VARIABLE = "GPU_LAUNCH_PREDICT"
-#: Steps that are not measured at first, and the least and the most that are; the profile ends after some time as well.
-_LEAST_STEPS, _MOST_STEPS, _LONGEST_S = 5, 20, 40.0
+#: Minimum number of measured steps.
+_LEAST_STEPS = 5
+#: Maximum number of measured steps.
+_MOST_STEPS = 20
+#: Time after which the profile ends with at least `_LEAST_STEPS`, seconds.
+_LONGEST_S = 40.0
 _COMPRESSIONS = 3
 
 

@@ -33,7 +33,7 @@ class TrainerSettings:
     #: `lora`, `qlora` or `full`.
     method: str = "lora"
     epochs: float = 1.0
-    #: Most steps; 0 for all epochs.
+    #: Maximum number of steps; 0 for all epochs.
     steps: int = 0
     #: Sequences of each rank in a step, and their tokens.
     batch: int = 4

@@ -19,7 +19,7 @@ _DEFAULT_COMPLETION = 16
 _MAX_TEMPERATURE = 2.0
 _SEEDS = 1 << 62
 _ROLES = ("system", "developer", "user", "assistant")
-#: Without effect on an answer.
+#: Fields of a request that have no effect on the answer.
 _PASSED_OVER = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )

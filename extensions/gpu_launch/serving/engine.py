@@ -31,7 +31,7 @@ class EngineFailed(Exception):
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The maximum number of requests waits already."""
 
 
 class StepRunner(Protocol):

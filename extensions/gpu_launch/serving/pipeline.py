@@ -15,7 +15,7 @@ from gpu_launch.serving import steps
 from gpu_launch.serving.stage import Stage
 from gpu_launch.serving.steps import Step
 
-#: Longest silence between ranks while one of them loads its weights, and so between others.
+#: Timeout of calls between ranks: one of them may load its weights while the others wait.
 GROUP_TIMEOUT = timedelta(hours=1)
 #: Rank 0 lets the others know that it is there, seconds.
 HEARTBEAT_S = 30.0

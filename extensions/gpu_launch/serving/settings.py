@@ -32,7 +32,7 @@ class ServerSettings:
 
     #: Path, or name in the cluster's models or in the user's cache.
     model: str
-    #: As requests call it.
+    #: Name of the model in requests.
     name: str
     port: int = DEFAULT_PORT
     #: None for the model's own, at most `DEFAULT_CONTEXT`.

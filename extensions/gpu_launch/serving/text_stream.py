@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-#: What a decoder writes for the bytes of an incomplete character.
+#: Character that a decoder writes for the bytes of an incomplete character.
 _INCOMPLETE = "\ufffd"
-#: After this number of tokens without a whole character, their bytes are not text.
+#: Number of tokens without a whole character after which their bytes are not text.
 _MOST_INCOMPLETE = 8
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpu_launch.serving.settings import ServerSettings
 
-#: In a job's container no other program has it.
+#: Port of the master; no other program in a job's container uses it.
 MASTER_PORT = 29555
 
 

@@ -36,7 +36,7 @@ class _Answer:
     """The end of a call."""
 
     worker: int
-    #: As `EngineWorkers.read` takes it.
+    #: The result, in the form that `EngineWorkers.read` takes.
     done: Any
 
 
@@ -44,7 +44,7 @@ class _Cancel:
     """The request to cancel the calls that were submitted before and do not run yet."""
 
 
-#: What the dispatcher waits for; None: the executor was shut down, or is not used any more.
+#: Events of the dispatcher; None: the executor was shut down, or is not used any more.
 _Event = _Call | _Answer | _Cancel | None
 _Events = queue.SimpleQueue[_Event]
 

@@ -100,7 +100,7 @@ class CellRun:
             self._handle(message)
 
     def check_group(self) -> str:
-        """Have all ranks check the process group; return its problem, empty if it is usable."""
+        """Let all ranks check the process group; return its problem, empty if it is usable."""
         for rank in self._session.devices:
             self._session.send(rank, {"kind": "check", "number": self._number, "limit_s": _CHECK_TIMEOUT_S})
         deadline = time.monotonic() + _CHECK_ANSWER_S

@@ -74,7 +74,7 @@ class ControlServer:
         return messages
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have `poller` wake up when a message arrives."""
+        """Wake `poller` up when a message arrives."""
         poller.register(self._socket, zmq.POLLIN)
 
     def close(self) -> None:

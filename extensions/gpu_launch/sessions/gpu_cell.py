@@ -73,7 +73,7 @@ class GpuCellManager(SessionManager):
         self._sources: dict[str, str] = {}
         #: Names of variables that only the worker has, with the reason.
         self.kept: dict[str, str] = {}
-        #: Those of an earlier worker.
+        #: Variables that only an earlier worker had: name → why they are gone.
         self._gone: dict[str, str] = {}
         self._is_watched = False
         #: Names of what was sent with the last cell.

@@ -22,7 +22,7 @@ from gpu_launch.output.rank_monitor import SILENCE_S
 from gpu_launch.output.screens import Screen, find_screen
 from gpu_launch.sessions.channel import ControlMessage, ControlServer, CountingReceiver
 
-#: Shorter cells show only their output, seconds.
+#: Duration below which a cell shows only its output, seconds.
 _SHORT_S = 1.0
 _CONTROL, _MODULE = "session.json", "gpu_launch.sessions.rank_main"
 _JOIN_TIMEOUT_S = 180.0  # seconds for all started ranks to join the group

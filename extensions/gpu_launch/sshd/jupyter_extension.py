@@ -17,7 +17,7 @@ from tornado.web import HTTPError
 
 from gpu_launch.sshd.websocket import SshWebSocketHandler
 
-#: Below the server's own URL.
+#: Path below the server's own URL.
 PATH = "gpu-launch/ssh"
 #: Time between two checks whether the hub still accepts the client's token, seconds.
 RECHECK_S = 30.0

@@ -14,7 +14,7 @@ from gpu_launch.training.sampler import BalancedSampler, build_sample_order, che
 
 #: Shares change only if that makes a step shorter by this factor: medians of measured times vary by a percent.
 LEAST_GAIN = 1.02
-#: What must be the same on all ranks, so that they cut the same batches from the same order.
+#: Values that must be equal on all ranks, so that they cut the same batches from the same order.
 _EQUAL = ("the number of samples", "batch", "seed", "shuffle", "drop_last")
 
 
@@ -67,7 +67,7 @@ class BatchBalancer:
         bounds = [int(row[1]) for row in rows]
         shares.check_room(bounds, known, batch)
         self._clock = speed.StepClock(target, model)
-        #: For `DataLoader(dataset, batch_sampler=balanced.sampler)`.
+        #: Argument of `DataLoader(dataset, batch_sampler=balanced.sampler)`.
         self.sampler = BalancedSampler(order, rank=rank, batch=batch, speeds=known, most=bounds, drop_last=drop_last)
 
     @property

@@ -17,7 +17,7 @@ from gpu_launch.training.ddp_communication import wrap_method
 
 #: DDP's own sizes: of the first bucket, and of the others.
 FIRST_BYTES, MOST_BYTES = 1 << 20, 25 << 20
-#: Smaller ones cost more for their latency than they gain.
+#: Minimum size of a bucket, bytes: smaller ones cost more for their latency than they gain.
 _LEAST_BYTES = 1 << 20
 _PARTS = 8
 _ARGUMENTS = ("bucket_cap_mb", "bucket_cap_mb_list")

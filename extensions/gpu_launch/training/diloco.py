@@ -38,7 +38,7 @@ class DilocoReplicas:
 
     def __init__(self) -> None:
         self._closing: list[Callable[[], None]] = []
-        #: They serve as long as they are held.
+        #: Kept here, because the stores serve as long as they are referenced.
         self._stores: list[Any] = []
 
     def attach(self, optimizer: Any, parameters: Sequence[Any]) -> None:
@@ -107,7 +107,7 @@ class DilocoReplicas:
             self._closing.append(lighthouse.shutdown)
             own["lighthouse"] = lighthouse.address().rpartition(":")[2]
         found: list[Any] = [None] * size
-        # Of CPUs: ranks need not have chosen their GPU.
+        # A group of CPUs, since ranks need not have chosen their GPU.
         group = dist.new_group(backend="gloo")
         dist.all_gather_object(found, own, group=group)
         node = found[replica * local_size]

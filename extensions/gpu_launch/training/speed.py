@@ -12,8 +12,10 @@ _CUDA_ROWS, _CPU_ROWS = 4096, 512
 _PRODUCTS, _ROUNDS = 4, 5
 #: Steps at the start that are not counted: they compile, choose algorithms and allocate memory.
 WARM_UP = 3
-#: Fewest timed steps for a speed, and the number of last steps that count.
-_FEWEST, _LAST = 3, 50
+#: Minimum number of timed steps for a speed.
+_FEWEST = 3
+#: Number of last steps that count.
+_LAST = 50
 
 
 def measure_speed(device: Any) -> float:
@@ -55,7 +57,7 @@ class HostSpan:
 
 
 class CudaSpan:
-    """The same on the GPU's clock, in the order of the current stream."""
+    """The time from its creation to the last mark, on the GPU's clock, in the order of the current stream."""
 
     def __init__(self) -> None:
         import torch

@@ -37,7 +37,7 @@ _KILL_TIMEOUT_S = 5.0  # seconds until killed ranks must be gone
 _FLUSH_TIMEOUT_S = 5.0  # seconds for the notebook to receive the last output
 _POLL_S = 0.01  # seconds
 _DEBUGGER_S = 0.1  # seconds that a call waits for what a debugger writes
-#: What the practice closet mounts into containers with a simulated GPU.
+#: Folder that the practice closet mounts into containers with a simulated GPU.
 SIMULATED_GPUS = Path("/usr/share/nvidia-simulated")
 
 

@@ -19,7 +19,7 @@ from gpu_launch.common.run_folder import RunFolder
 _RATE, _BURST = 2 * 1024**2, 32 * 1024**2
 #: Seconds between two rounds: of the updates of one display that come in between, the last one is sent.
 PERIOD_S = 0.1
-#: Most bytes read of one file in one round: two displays.
+#: Bytes that are read of one file in one round: two displays.
 _CHUNK = 2 * (displays.MAX_BYTES + 1)
 #: Beginnings of keys.
 _UPDATE, _CLEAR, _SHOW = "update", "clear", "show"

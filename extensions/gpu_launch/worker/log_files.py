@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 STREAMS = ("stdout", "stderr")
-#: Most bytes read of one file in one round.
+#: Bytes that are read of one file in one round.
 CHUNK = 64 * 1024
 #: A reader further behind skips ahead, bytes: the notebook could not display that much, and the file keeps it.
 _MAX_BACKLOG = 1024 * 1024

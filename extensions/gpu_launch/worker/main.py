@@ -167,7 +167,7 @@ def _build_engine_arguments(run: RunFolder, settings: dict[str, object]) -> list
     profile = run.profile if settings["is_launch"] else settings["profile_dir"]
     return [
         f"--file={run.connection}",
-        # By its name the launcher knows the engines of a set: see `ipp_launcher`.
+        # The launcher recognises the engines of a set by this name, see `ipp_launcher`.
         f"--ident={run.run_id}.{uuid.uuid4().hex}",
         f"--profile-dir={profile}",
         # Generous, because the engines and torch imports of all nodes may share few cores.

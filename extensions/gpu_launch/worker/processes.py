@@ -81,7 +81,7 @@ def _kill_all(find: Callable[[], list[int]]) -> int:
 
 
 def die_with_parent(number: int, parent: int) -> None:
-    """Have this process get a signal when the thread that started it ends; at once if `parent` has ended already."""
+    """Send this process a signal when the thread that started it ends; at once if `parent` has ended already."""
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)

@@ -28,7 +28,7 @@ class RankWidgets:
         self._shown: dict[str, str] = {}
 
     def follow(self, module: types.ModuleType) -> None:
-        """Have the comms of the module `comm` send their messages here: there is no kernel that has them."""
+        """Let the comms of the module `comm` send their messages here: there is no kernel that has them."""
         widgets = self
 
         class RankComm(module.BaseComm):  # type: ignore[misc, name-defined]

@@ -24,7 +24,7 @@ from gpu_launch.errors import BrokerError, UsageError
 
 #: Seconds until an answer must begin, and for which a stream may be silent.
 ANSWER_TIMEOUT_S = 30.0
-#: Longest wait of an ordinary request for a restart of hub, proxy or broker, seconds.
+#: Maximum wait of an ordinary request for a restart of hub, proxy or broker, seconds.
 RETRY_LIMIT_S = 60.0
 _RETRY_S = 0.5  # seconds
 _T = TypeVar("_T")

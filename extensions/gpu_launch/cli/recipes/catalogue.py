@@ -11,7 +11,7 @@ from gpu_launch.cli.context import Context
 from gpu_launch.cli.recipes.recipe_file import MAX_SIZE, Recipe, check_name, parse_recipe
 from gpu_launch.errors import BrokerError, UsageError
 
-#: What names a recipe in place of a script.
+#: Prefix of a recipe's name, which is given in place of a script.
 PREFIX = "recipe:"
 SHIPPED, LAB = "gpu-launch", "lab"
 _ENDINGS = (".yaml", ".yml")

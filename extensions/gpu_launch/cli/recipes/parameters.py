@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from gpu_launch.errors import UsageError
 
-#: What the names of the variables begin with that have the values.
+#: Prefix of the variables with the values of parameters.
 VARIABLE_PREFIX = "RECIPE_"
 #: The longest value, in characters.
 MAX_VALUE = 4096

@@ -12,8 +12,10 @@ from gpu_launch.cli.taskfile import parser
 from gpu_launch.cli.taskfile.document import YamlItem, parse_documents
 from gpu_launch.errors import UsageError
 
-#: The largest file, in characters, and the most parameters.
-MAX_SIZE, MAX_PARAMETERS = 65536, 64
+#: Maximum size of a recipe file, characters.
+MAX_SIZE = 65536
+#: Maximum number of parameters.
+MAX_PARAMETERS = 64
 _MAX_TEXT = 1000
 _HEAD = "recipe"
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")

@@ -171,7 +171,7 @@ def build_config(files: SshFiles, hub: Hub, user: str, servers: Sequence[str]) -
 
 
 def include_config(files: SshFiles, user_config: Path) -> bool:
-    """Have OpenSSH's client read the settings; return whether its file was changed.
+    """Make OpenSSH's client read the settings; return whether its file was changed.
 
     Raises:
         GpuLaunchError: The user's settings cannot be read or written.

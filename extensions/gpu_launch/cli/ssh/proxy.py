@@ -26,7 +26,7 @@ from gpu_launch.errors import BrokerError, GpuLaunchError, UsageError
 
 _BLOCK = 65536
 _MAX_GREETING_BYTES = 4096
-#: Below a server's URL, see `gpu_launch.sshd.jupyter_extension`.
+#: Path below a server's URL, see `gpu_launch.sshd.jupyter_extension`.
 _SERVER_PATH = "gpu-launch/ssh"
 #: A job's worker: `train.3`; without a number, worker 0.
 _WORKER = re.compile(r"(.+)\.(\d{1,5})")

@@ -83,7 +83,7 @@ def build_task(context: Context, asked: RunArguments, task: TaskFile) -> JobSubm
 def build_module(
     context: Context, asked: RunArguments, task: TaskFile, module: str, arguments: tuple[str, ...]
 ) -> JobSubmission:
-    """Return the job of a module that gpu-launch starts on every GPU; of the task, all but the commands counts.
+    """Return the job of a module that gpu-launch starts on every GPU; all of the task except its commands counts.
 
     Raises:
         UsageError: naming `asked.script`, and what the cluster cannot run.

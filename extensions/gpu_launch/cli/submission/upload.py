@@ -272,7 +272,7 @@ class JobSubmission:
     image: str | None = None
     #: None where nothing of this machine is sent.
     load: UploadSet | None = None
-    #: Of the tasks of an array; None for a single job.
+    #: Indexes of an array's tasks; None for a single job.
     indexes: tuple[int, ...] | None = None
     #: Number of tasks that may run at the same time; None for all.
     max_running: int | None = None

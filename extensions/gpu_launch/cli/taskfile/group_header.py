@@ -24,7 +24,7 @@ class GroupHeader:
     is_parallel: bool = False
     #: The tasks at whose end the others end; empty where each ends by itself.
     primary: tuple[str, ...] = ()
-    #: By task: seconds that it runs on at that end; without an entry, none.
+    #: Task → seconds that it runs on at that end; tasks without an entry end at once.
     delays: Mapping[str, int] = field(default_factory=dict)
 
     def find_delays(self, tasks: Sequence[str]) -> dict[str, int]:

@@ -53,7 +53,7 @@ class TaskFile:
     guests: bool = False
     #: It runs next to the other tasks of its file, instead of after the one before.
     is_parallel: bool = False
-    #: Of a job group with primary tasks: seconds that this task runs on when these have ended; None for a primary task.
+    #: In a job group with primary tasks: seconds that this task runs on when these have ended; None for a primary task.
     auxiliary_s: int | None = None
     #: Keys without effect with the reason, for a person.
     notes: tuple[str, ...] = ()

@@ -377,5 +377,5 @@ def _view(pool: WorkerPool) -> WorkerPoolView:
     )
 
 
-#: This process's.
+#: The worker pools of this process.
 worker_pools = WorkerPools()

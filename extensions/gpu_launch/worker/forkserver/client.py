@@ -22,7 +22,7 @@ from gpu_launch.worker.forkserver.protocol import RankSpec
 
 _ANSWER_TIMEOUT_S = 15.0  # seconds for a ready fork server to answer
 _END_TIMEOUT_S = 5.0  # seconds for a killed fork server to end
-#: Read only when the interpreter, its allocator, torch or one of its libraries starts.
+#: Prefixes of variables that are read only when the interpreter, its allocator, torch or one of its libraries starts.
 _START_PREFIXES = (
     "LD_", "PYTHON", "LC_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_",
     "BLIS_", "TORCH", "PYTORCH_", "TRITON_",
