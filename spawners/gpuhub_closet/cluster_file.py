@@ -25,7 +25,7 @@ USERS = ("ada", "ben")
 MORE_USERS = "GPUHUB_CLOSET_USERS"
 #: Environment variable for tests: with the value `rest`, gpuhub reaches the closet's Slurm through slurmrestd.
 SLURM_API = "GPUHUB_CLOSET_SLURM_API"
-#: Environment variable: the time without work, such as `2m`, after which all nodes but the first go to sleep, which
+#: Environment variable: the time without work, such as `2m`, after which all nodes except the first go to sleep, which
 #: stops their daemons. Without it, they stay on.
 IDLE = "GPUHUB_CLOSET_IDLE"
 #: CPU cores and memory of each simulated node, whatever this machine has: three of them have room for fifty notebooks.

@@ -22,8 +22,10 @@ from gpuhub.nodes.power_status import PowerState
 from gpuhub.nodes.status import NodeStatus
 from gpuhub.scheduler.interface import Scheduler
 
-#: How long an unreachable backend is waited for before a notebook's or a worker's container is started, seconds.
-NOTEBOOK_TIMEOUT_S, WORKER_TIMEOUT_S = 6.0, 60.0
+#: Time to wait for an unreachable backend before a notebook's container is started, seconds.
+NOTEBOOK_TIMEOUT_S = 6.0
+#: Time to wait for an unreachable backend before a worker's container is started, seconds.
+WORKER_TIMEOUT_S = 60.0
 
 
 class LeaseRejected(GpuhubError):
@@ -80,7 +82,7 @@ class Observation:
     notes: Mapping[str, str | None] = field(default_factory=dict)
     #: Nodes as the backend reports them, where no Docker daemon can be asked.
     nodes: Sequence[NodeStatus] = ()
-    #: By node, ending leases of which nothing is left there.
+    #: Node → ending leases of which nothing is left there.
     cleared: Mapping[str, Sequence[str]] = field(default_factory=dict)
     #: Whether nodes sleep, where the backend switches them.
     power: Mapping[str, PowerState] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class ExternalJob:
 
     id: int
     owner: str
-    #: For a person, such as `Slurm job 17 of carol, until 21:40`.
+    #: Text for a person, such as `Slurm job 17 of carol, until 21:40`.
     text: str
     #: Seconds since 1970; None where they are not known.
     started_at: float | None = None
@@ -105,7 +107,7 @@ class ExternalJob:
 class ExternalUsage:
     """What others hold of the cluster at one moment."""
 
-    #: By GPU UUID.
+    #: GPU UUID → the external job that holds it.
     gpus: Mapping[str, ExternalJob] = field(default_factory=dict)
     #: Nodes that get no work, with the reason for a person.
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class SchedulingBackend(ABC):
     name: str
     #: Its name for people.
     title: str
-    #: Between two polls, seconds; None for a backend that is not polled: its scheduler alone decides.
+    #: Interval between two polls, seconds; None for a backend that is not polled, because its scheduler alone decides.
     poll_s: float | None = None
 
     @property

@@ -53,7 +53,7 @@ PRIVILEGED = frozenset(
 REPEAT_S = 60.0
 #: Maximum number of different lines in `REPEAT_S`, so that a flood cannot fill the disk.
 MAX_LINES = 1000
-#: The same for one caller, so that a flood cannot hide other callers.
+#: Maximum number of different lines of one caller in `REPEAT_S`, so that a flood cannot hide other callers.
 MAX_LINES_PER_CALLER = 100
 _MAX_CHARACTERS = 80
 _FILE_BYTES = 10 * 1024**2

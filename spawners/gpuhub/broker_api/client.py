@@ -46,7 +46,7 @@ from gpuhub.common import errors
 
 #: Time limit of an answer with or after a file transfer, which may first start a container on a node; seconds.
 _FILES_S = 120.0
-#: Longest silence of a stream, seconds: the broker sends a comment every 15 s.
+#: Maximum silence of a stream, seconds: the broker sends a comment every 15 s.
 _SILENCE_S = 45.0
 
 
@@ -105,7 +105,7 @@ class AsyncBrokerClient(BrokerConnection):
         return parse_answer(LeaseView, await self._send("POST", f"/leases/{_quoted(lease_id)}/suspend"))
 
     async def resume(self, lease_id: str) -> LeaseView:
-        """Have a suspended notebook wait for its GPU."""
+        """Let a suspended notebook wait for its GPU."""
         return parse_answer(LeaseView, await self._send("POST", f"/leases/{_quoted(lease_id)}/resume"))
 
     async def keep(self, lease_id: str) -> LeaseView:
@@ -233,7 +233,7 @@ class AsyncBrokerClient(BrokerConnection):
         return parse_answer(list[UsageView], await self._send("GET", "/usage", params=params))
 
     async def destinations(self) -> list[DestinationView]:
-        """Return where the caller has notifications sent."""
+        """Return the caller's destinations of notifications."""
         return parse_answer(list[DestinationView], await self._send("GET", "/destinations"))
 
     async def add_destination(self, request: DestinationRequest) -> DestinationView:

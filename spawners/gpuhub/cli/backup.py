@@ -16,7 +16,7 @@ from gpuhub.common.paths import Paths
 from gpuhub.common.secrets import read_private_file
 from gpuhub.common.units import format_size
 
-#: Longest passphrase, bytes.
+#: Maximum length of a passphrase, bytes.
 _MAX_PASSPHRASE = 1024
 _passphrase_option = click.option(
     "--passphrase-file",

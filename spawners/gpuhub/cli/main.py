@@ -29,7 +29,7 @@ from gpuhub.cli.validation import validate
 from gpuhub.common.errors import BrokerUnreachable, GpuhubError, Unavailable
 from gpuhub.common.paths import Paths
 
-#: Between two polls for new events, seconds.
+#: Interval between two polls for new events, seconds.
 _FOLLOW_S = 1.0
 #: The broker sends no more events at once.
 _MAX_EVENTS = 1000

@@ -17,7 +17,7 @@ from gpuhub.common.errors import InvalidRequest, Unavailable
 from gpuhub.common.paths import Paths
 from gpuhub.common.units import format_span
 
-#: Longest wait for a node to fall asleep or to wake; the broker gives up before, seconds.
+#: Maximum wait for a node to fall asleep or to wake; the broker gives up before, seconds.
 _DEADLINE_S = 3900.0
 _POLL_S = 1.0
 

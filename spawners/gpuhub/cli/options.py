@@ -83,7 +83,7 @@ class _NamesType(click.ParamType[tuple[str, ...]]):
 SPAN = _SpanType(parse_span)
 
 
-#: The same, and `0s`.
+#: A span of time in seconds, written as `30m`, or `0s`.
 SPAN_OR_ZERO = _SpanType(parse_span_or_zero)
 
 

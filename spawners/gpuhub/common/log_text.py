@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-#: Most characters of a user's output in one record, and of one record with its traceback.
+#: Maximum number of characters of a user's output in one record, and of one record with its traceback.
 MAX_OUTPUT_CHARACTERS = 4096
 MAX_RECORD_CHARACTERS = 64 * 1024
 #: Begins each line that belongs to the record above it.

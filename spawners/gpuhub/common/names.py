@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from gpuhub.common.errors import Conflict
 
-#: What a job runs whose profile names no image.
+#: Image of a job whose profile names none.
 DEFAULT_IMAGE = "gpuhub/notebook:latest"
 
 NOTEBOOK_PORT = 8888

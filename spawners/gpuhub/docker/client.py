@@ -35,9 +35,10 @@ from gpuhub.docker.start_slots import StartSlots
 _FIRST_API_VERSION = "1.41"
 _THREADS = 4
 _LONG_THREADS = 2
-#: For loading, saving and pulling images.
+#: Time limit for loading, saving and pulling images, seconds.
 LONG_TIMEOUT_S = 1800.0
-#: For what Docker asks its Swarm, for which it waits 20 s, and for mounts where many containers start at once.
+#: Time limit for calls for which Docker asks its Swarm and waits 20 s, and for mounts where many containers start at
+#: once, seconds.
 _PATIENT_TIMEOUT_S = 25.0
 #: While a daemon manages a Swarm without a leader, it answers these after 20 s.
 _SWARM_METHODS = ("info",)
@@ -254,11 +255,12 @@ _TLS_REFUSALS: tuple[tuple[str, str], ...] = (
     ("ALERT_UNKNOWN_CA", "its Docker daemon does not accept tls.cert: it trusts another authority"),
 )
 
-#: In Docker's text where a container is listed and inspected still, but can't be read or started; the status is 409 or
-#: 500.
+#: Part of Docker's error for a container that is still listed and inspected but can't be read or started; the status is
+#: 409 or 500.
 _REMOVAL_SIGN = "marked for removal"
 
-#: With TLS 1.3 a certificate is refused after the first request, which then may find the connection gone.
+#: Texts of a connection that is gone: with TLS 1.3 a certificate is refused after the first request, which then may
+#: fail so.
 _CONNECTION_RESETS = ("Connection reset by peer", "Broken pipe", "EOF occurred in violation of protocol")
 
 

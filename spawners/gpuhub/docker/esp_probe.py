@@ -35,7 +35,7 @@ async def find_error(daemons: DockerClients, node: str) -> str | None:
 
 
 def build_host_config() -> dict[str, Any]:
-    """Build the arguments of `create_host_config`: no network but an empty one, which the container may configure."""
+    """Build the arguments of `create_host_config`: only an empty network, which the container may configure."""
     return {
         "network_mode": "none",
         "cap_drop": ["ALL"],

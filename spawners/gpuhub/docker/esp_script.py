@@ -14,7 +14,7 @@ import sys
 SUCCESS = "ok"
 FAILURE = "error: "
 _NETLINK_XFRM = 6
-#: With the second option the answer does not repeat the request.
+#: Socket options of netlink; with NETLINK_CAP_ACK the answer does not repeat the request.
 _SOL_NETLINK, _NETLINK_EXT_ACK, _NETLINK_CAP_ACK = 270, 11, 10
 _XFRM_MSG_NEWSA, _XFRMA_ALG_AEAD, _NLMSGERR_ATTR_MSG = 0x10, 18, 1
 #: NLM_F_REQUEST, NLM_F_ACK, NLM_F_EXCL and NLM_F_CREATE.

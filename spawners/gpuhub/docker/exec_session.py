@@ -103,7 +103,7 @@ class ExecSession:
             if not waiting.done():
                 waiting.set_result(None)
         with contextlib.suppress(OSError):
-            # Of the plain socket, because TLS cannot shut down one direction alone.
+            # The plain socket is shut down, because TLS cannot shut down one direction alone.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         response = getattr(self._connection, "_response", None)
         for closable in (self._connection, self._socket, *([] if response is None else [response])):

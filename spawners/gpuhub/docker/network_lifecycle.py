@@ -9,7 +9,7 @@ from typing import Any
 from gpuhub.common.errors import Conflict, GpuhubError, NotFound
 from gpuhub.docker.client import DockerClients
 
-#: Longest wait for a removed network to be gone, and for another start's network to be shown, seconds.
+#: Maximum wait for a removed network to be gone, and for another start's network to be shown, seconds.
 SHOWN_DEADLINE_S = 20.0
 #: Docker's texts for a network that a concurrent start creates, and that is not shown yet: an overlay, and a macvlan.
 _CREATED_MEANWHILE = ("name conflicts", "already using parent interface")

@@ -25,8 +25,9 @@ from gpuhub.docker.network_lifecycle import (
 )
 from gpuhub.docker.swarm.managers import ask_manager
 
-#: Longest waits for an overlay's subnet, and for the kernel's answer about a route, seconds.
+#: Maximum wait for an overlay's subnet, seconds.
 _SUBNET_DEADLINE_S = 10.0
+#: Maximum wait for the kernel's answer about a route, seconds.
 _ROUTE_DEADLINE_S = 5.0
 #: Time after which no further attempt is made to connect a container to an overlay, and the pause between two, seconds.
 #: For up to 50 s after a network partition a node receives nothing from the leader. Then another may be elected, which
@@ -36,7 +37,7 @@ _JOIN_DEADLINE_S, _JOIN_PAUSE_S = 150.0, 1.0
 _JOIN_FAILURES = ("attaching to network failed", "Could not attach to network")
 #: Size of VXLAN's header in each packet, bytes.
 VXLAN_OVERHEAD = 50
-#: Most that IPsec's ESP adds to each packet of an encrypted overlay, with the padding to 4 bytes; bytes.
+#: Maximum number of bytes that IPsec's ESP adds to each packet of an encrypted overlay, with the padding to 4 bytes.
 ESP_OVERHEAD = 29
 #: Docker's own figure of it, before the padding.
 _ESP_HEADERS = 26

@@ -7,7 +7,8 @@ from typing import Any
 
 import requests
 
-#: Longest answer to a call without a stream, bytes; a node with hundreds of containers sends less than 1 MiB.
+#: Maximum length of an answer to a call without a stream, bytes; a node with hundreds of containers sends less than 1
+#: MiB.
 MAX_ANSWER = 8 * 1024**2
 
 

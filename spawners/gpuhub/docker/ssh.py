@@ -20,8 +20,9 @@ from gpuhub.common.paths import Paths
 
 #: Where Docker's packages put the daemon's socket. The SSH key gives access to nothing else on a node.
 REMOTE_SOCKET = "/var/run/docker.sock"
-#: Longest wait for a tunnel, and for a machine's host keys, seconds.
+#: Maximum wait for a tunnel, seconds.
 _START_DEADLINE_S = 12.0
+#: Maximum wait for a machine's host keys, seconds.
 _SCAN_S = 8
 #: What sshd allows with this key. `restrict` forbids everything, forwarding is allowed again, and `permitopen` limits
 #: it to one socket: sshd compares a socket's path with a path in brackets with any port. Without the brackets it

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 #: Starts at once on a node: as many as the calls that create and mount at once.
 STARTS_PER_NODE = 4
-#: Longest that a start keeps its slot after its container runs, seconds. Its server loads then, which takes the node's
-#: CPU; but a server that never answers must not keep others from starting.
+#: Maximum time that a start keeps its slot after its container runs, seconds. Its server loads then, which takes the
+#: node's CPU; but a server that never answers must not keep others from starting.
 LOADING_S = 5.0
 
 

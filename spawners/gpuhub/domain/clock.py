@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-#: Smaller jumps of the machine's clock are ignored, seconds.
+#: Minimum jump of the machine's clock that counts, seconds.
 MIN_JUMP_S = 5.0
 
 

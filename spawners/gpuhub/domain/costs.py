@@ -37,7 +37,7 @@ class UsedAmounts:
     #: Time for which the use is known, and that time multiplied by the use.
     measured_s: float = 0.0
     busy_s: float = 0.0
-    #: Most memory in use on one GPU.
+    #: Maximum memory in use on one GPU.
     peak_memory_mib: int = 0
     #: Time for which the energy is known; the energy, and how much of it is an estimate, joules.
     metered_s: float = 0.0
@@ -135,13 +135,13 @@ class CostRecord:
     #: Id of the job, or of the notebook's lease.
     id: str
     owner: str
-    #: Those of the owner's groups that cluster.toml has limits for, in alphabetical order.
+    #: The owner's groups that cluster.toml has limits for, in alphabetical order.
     groups: tuple[str, ...]
     purpose: Purpose
     #: Empty for jobs.
     profile: str
     name: str
-    #: Of its GPUs, with commas between different ones, and how many there were at the same time at most.
+    #: Models of its GPUs, with commas between different ones, and how many there were at the same time at most.
     model: str
     gpu_count: int
     #: Memory of the GPU on which most memory was in use.
@@ -160,7 +160,7 @@ class CostRecord:
 class DayKey:
     """What the sums of a day are kept for."""
 
-    #: Since 1970, UTC.
+    #: Days since 1970, UTC.
     day: int
     owner: str
     groups: tuple[str, ...]

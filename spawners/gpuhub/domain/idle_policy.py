@@ -15,12 +15,16 @@ from gpuhub.common.units import format_span
 from gpuhub.config.containers.idle import IdleSettings
 from gpuhub.domain.models import LeaseRow
 
-#: Interval of a notebook's reports, seconds, and close to its end: the last one says that no cell runs.
-REPORT_PERIOD_S, LAST_REPORT_PERIOD_S = 10.0, 1.0
+#: Interval of a notebook's reports, seconds.
+REPORT_PERIOD_S = 10.0
+#: Interval of reports close to the notebook's end, seconds: the last one shows that no cell runs.
+LAST_REPORT_PERIOD_S = 1.0
 #: Time left from which on a notebook reports more often, seconds.
 LAST_REPORTS_S = 20.0
-#: Age of a report up to which it counts, seconds, and up to which a notebook may be stopped on it.
-REPORT_TIMEOUT_S, FRESH_REPORT_S = 45.0, 3.0
+#: Maximum age of a report that counts, seconds.
+REPORT_TIMEOUT_S = 45.0
+#: Maximum age of a report on which a notebook may be stopped, seconds.
+FRESH_REPORT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

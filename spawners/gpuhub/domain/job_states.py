@@ -20,7 +20,7 @@ from gpuhub.domain.models import JobRow, LeaseRow, WorkerRow
 
 #: Why most jobs are preempted.
 PREEMPTED = "preempted: others needed its GPUs"
-#: Its workers run or are being started.
+#: States of a job whose workers run or are being started.
 UNDER_WAY = frozenset({JobState.STARTING, JobState.RUNNING})
 
 

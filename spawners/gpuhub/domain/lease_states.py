@@ -28,7 +28,7 @@ from gpuhub.scheduler.interface import NodeAllocation
 
 #: Has its GPUs and was not asked to end.
 LIVE = frozenset({LeaseState.GRANTED, LeaseState.ACTIVE})
-#: Asked to end; its GPUs are not proven free.
+#: States of a lease that was asked to end and whose GPUs are not proven free.
 ENDING = frozenset({LeaseState.RELEASING, LeaseState.QUARANTINED})
 
 _NEXT: dict[LeaseState, frozenset[LeaseState]] = {
@@ -239,7 +239,7 @@ def is_expired(lease: LeaseRow, now: float) -> bool:
 
 
 def list_live_nodes(lease: LeaseRow) -> tuple[str, ...]:
-    """Return the nodes on which a live lease may have containers, in worker order: all but those marked by `shrink`."""
+    """Return the nodes on which a live lease may have containers, in worker order, except those marked by `shrink`."""
     if not lease.gpus:
         return lease.nodes
     bound = suspension.list_bound_gpus(lease)

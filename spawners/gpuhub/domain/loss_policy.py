@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Number of restarts within `WINDOW_S`, seconds; the next loss ends the notebook.
-MOST_RESTARTS, WINDOW_S = 3, 3600.0
+#: Maximum number of restarts within `WINDOW_S`; the next loss ends the notebook.
+MOST_RESTARTS = 3
+#: Period in which restarts are counted, seconds.
+WINDOW_S = 3600.0
 
 
 def record_loss(losses: Sequence[float], now: float) -> tuple[float, ...]:

@@ -162,17 +162,17 @@ class LeaseRow:
     suspension: Suspension | None = None
     #: Since when it holds its GPU again after a suspension, seconds since 1970; None if it never was suspended.
     held_from: float | None = None
-    #: From then on its GPUs are blocked and not charged to its owner.
+    #: Time of the quarantine, seconds since 1970: from then on its GPUs are blocked and not charged to its owner.
     quarantined_at: float | None = None
     container_id: str | None = None
     #: Id of the Slurm job of the lease; None without Slurm, and until it is submitted.
     slurm_job: int | None = None
     nodes: tuple[str, ...] = ()
-    #: By node, at the grant: ids of its Docker daemon and of its machine's boot, None if not known. Another daemon
-    #: proves nothing, unless the machine was rebooted.
+    #: Node → ids of its Docker daemon and of its machine's boot at the grant, None if not known. Another daemon proves
+    #: nothing, unless the machine was rebooted.
     identities: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
     gpus: tuple[LeasedGpu, ...] = ()
-    #: By node, what its container there was granted; a node of unknown size is not listed.
+    #: Node → what its container there was granted; a node of unknown size is not listed.
     sizes: Mapping[str, ContainerSize] = field(default_factory=dict)
     version: int = 0
 
@@ -319,7 +319,7 @@ class NotificationRow:
     """A text about an event for its owner, or for the owner of the machines (`owner` None)."""
 
     kind: NotificationKind
-    #: The same key is stored once, and so sent once.
+    #: Identifies the event: a notification with this key is stored once, and so sent once.
     key: str
     title: str
     body: str
@@ -360,9 +360,9 @@ class OutputShareRow:
     subject: str
     viewer: str
     owner: str
-    #: Of the job, which may be forgotten before its shares end; empty for a notebook.
+    #: Run id of the job, which may be forgotten before its shares end; empty for a notebook.
     run_id: str
-    #: Of the job, or of the notebook's file.
+    #: Name of the job, or of the notebook's file.
     name: str
     created_at: float
     expires_at: float

@@ -134,7 +134,7 @@ def prove(lease: LeaseRow, moved_mib: int, now: float) -> LeaseRow:
 
 
 def request_resume(lease: LeaseRow, now: float) -> LeaseRow:
-    """Have a suspended notebook wait for its GPU, also one that is being suspended; others do not change."""
+    """Let a suspended notebook wait for its GPU, also one that is being suspended; others do not change."""
     if lease.state is not LeaseState.ACTIVE or lease.suspension is None:
         return lease
     if lease.suspension.state is SuspensionState.SUSPENDING and not lease.suspension.is_wanted:

@@ -235,7 +235,7 @@ def _egress_rules(policy: FirewallPolicy) -> list[str]:
     dns = f"meta l4proto {{ tcp, udp }} th dport {_DNS_PORT} accept"
     machines = _normalise({*policy.nodes, policy.head})
     to_head = [
-        # By the container's own address, which hub and broker do not see: Docker replaces it by the node's.
+        # Matches the container's own address, which hub and broker do not see: Docker replaces it by the node's.
         f"{family} daddr {policy.head} tcp dport {{ {ports} }} ct state new "
         f"add @{_COUNTED} {{ {family} saddr ct count over {MAX_CONNECTIONS} }} goto refused",
         *_match_rules("daddr", [policy.head], f"tcp dport {{ {ports} }} accept"),

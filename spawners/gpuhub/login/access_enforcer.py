@@ -20,7 +20,7 @@ from gpuhub.common.errors import GpuhubError
 
 log = logging.getLogger(__name__)
 
-#: Between two comparisons, seconds.
+#: Interval between two comparisons, seconds.
 PERIOD_S = 20.0
 #: Comparisons in a row that must refuse an owner, since a login server may give one wrong answer.
 REFUSALS = 2

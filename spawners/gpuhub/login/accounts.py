@@ -25,7 +25,7 @@ from gpuhub.common import names
 from gpuhub.common.errors import InvalidRequest, NotAllowed
 from gpuhub.common.files import replace_file
 
-#: Longest text of others that is shown and logged, characters.
+#: Maximum length of a text from outside that is shown and logged, characters.
 _MAX_SHOWN = 40
 
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 MIN_PASSWORD_LENGTH = 8
 GITLAB = "https://gitlab.com"
 _LDAP_PORTS = {"ldap": 389, "ldaps": 636}
-#: Longest wait for the provider, seconds.
+#: Maximum wait for the provider, seconds.
 _TIMEOUT_S = 10
 _MAX_SECRET_BYTES = 4096
 

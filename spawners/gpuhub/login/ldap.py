@@ -18,7 +18,7 @@ from traitlets import Unicode
 
 from gpuhub.login.password_forms import FormAuthenticator
 
-#: Longest wait for the server, seconds.
+#: Maximum wait for the server, seconds.
 _TIMEOUT_S = 5
 _THREADS = 4
 #: Result codes busy, unavailable and other, which do not depend on the password.

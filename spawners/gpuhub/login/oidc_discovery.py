@@ -14,9 +14,9 @@ import httpx
 from gpuhub.common.errors import SetupError
 
 PATH = "/.well-known/openid-configuration"
-#: Longest wait for the provider, seconds.
+#: Maximum wait for the provider, seconds.
 _TIMEOUT_S = 5
-#: Longest description of a provider, bytes.
+#: Maximum size of a provider's description, bytes.
 _MAX_BYTES = 1024**2
 #: The requested scopes, if the provider has them; Dex and Authelia have `groups`.
 _SCOPES = ("openid", "profile", "email", "groups")

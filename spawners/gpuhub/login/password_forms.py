@@ -24,7 +24,7 @@ from gpuhub.login.base import PolicyAuthenticator
 
 #: One text for every failure, so that it does not reveal which names exist.
 WRONG_CREDENTIALS = "Wrong user name or password, or the name may not log in here"
-#: Longest wait for PAM and for the system's groups, seconds.
+#: Maximum wait for PAM and for the system's groups, seconds.
 _PAM_TIMEOUT_S = 60
 _LONGEST_PASSWORD = 1024
 #: bcrypt uses no more, and its library refuses more.

@@ -44,10 +44,11 @@ from typing import Any
 PERIOD_S = 2.0
 #: NVML counts as hanging when no reading is done for this time, seconds.
 HANG_S = 6.0
-#: Most processes that are reported for a GPU.
+#: Maximum number of processes that are reported for a GPU.
 MAX_PROCESSES = 32
-#: Most Xid codes that are counted for a GPU, and those that are counted beyond that: the GPU needs a reset after them.
+#: Maximum number of Xid codes that are counted for a GPU.
 MAX_XIDS = 16
+#: Xid codes that are counted also beyond that number: after them the GPU needs a reset.
 CRITICAL_XIDS = (48, 62, 64, 74, 79, 95, 119, 120)
 #: Bits of the clocks' event reasons that the hardware sets: slowdown, too hot, power brake.
 HARDWARE_SLOWDOWN = 0x08 | 0x40 | 0x80
@@ -56,7 +57,7 @@ THROTTLE_READINGS = 150
 #: Use from which on a GPU is under load, percent, and readings under load that show its link.
 LOAD_PERCENT = 50
 LINK_READINGS = 30
-#: On Docker's disks: the container's layers, and a file that Docker mounts from its own folder.
+#: Paths on Docker's disks: the container's layers, and a file that Docker mounts from its own folder.
 DISKS = ("/", "/etc/hostname")
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 #: The driver's own device, which every container with a GPU has; opening it does not wake GPUs.
@@ -88,7 +89,7 @@ def read_memory_and_processes(handle: Any) -> dict[str, Any]:
     if memory is None:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     processes = read_value(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    # Of the screen: Xorg, gnome-shell, browsers, games.
+    # Processes of the screen: Xorg, gnome-shell, browsers, games.
     graphics = read_value(lambda: pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle))
     return {
         "uuid": decode_text(pynvml.nvmlDeviceGetUUID(handle)),
@@ -272,7 +273,7 @@ class GpuHistory:
         self._throttled: set[str] = set()
 
     def add_to(self, node: dict[str, Any]) -> None:
-        """Take over the reading of a node, and add what its GPUs have shown so far."""
+        """Store the reading of a node, and add what its GPUs have shown so far."""
         present = {gpu["parent"] or gpu["uuid"]: gpu for gpu in node["gpus"] if "uuid" in gpu}
         if node["error"] is None:
             for known in (self._links, self._slowdowns):

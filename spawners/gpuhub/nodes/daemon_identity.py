@@ -26,7 +26,7 @@ def describe_shared_identity(nodes: Iterable[str], daemon_id: str) -> str:
     )
 
 
-#: For one machine under two names, copied disks, and practice closets that an older version of gpuhub started.
+#: Remedy for one machine under two names, copied disks, and practice closets that an older version of gpuhub started.
 SHARED_IDENTITY_REMEDY = (
     "Two entries for one machine: remove one of them from cluster.toml. Two machines from one disk image: on one of "
     "them, remove /etc/docker/key.json and the file engine-id in Docker's data-root, and reboot it. In the practice "

@@ -45,7 +45,7 @@ class GpuRecord:
     #: UUID of the whole GPU.
     gpu: str
     node: str
-    #: Also those that were accepted: the GPU agent reports their errors until it is started again.
+    #: Faults, with those that were accepted: the GPU agent reports their errors until it is started again.
     faults: tuple[GpuFault, ...] = ()
     #: The fastest link that it had under load in this node; None before the first load.
     best_link: PcieLink | None = None

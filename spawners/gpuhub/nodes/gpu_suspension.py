@@ -45,7 +45,7 @@ EMPTY_MIB = 512
 HOST_RESERVE_MIB = 1024
 #: Time until the driver no longer lists processes that have left a GPU, seconds.
 SETTLE_S = 10.0
-#: Most processes of one container that are moved.
+#: Maximum number of processes of one container that are moved.
 MAX_PROCESSES = 16
 #: What the script does in a container's mount namespace.
 HIDE, SHOW = "hide", "show"

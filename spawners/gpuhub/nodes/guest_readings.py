@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from gpuhub.nodes.status import GpuReading, NodeStatus
 
-#: Most GPUs, MIG devices included, that a guest may report.
+#: Maximum number of GPUs, MIG devices included, that a guest may report.
 MAX_GPUS = 64
 _UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]{4,100}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._()/+-]{0,79}")

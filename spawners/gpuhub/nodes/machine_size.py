@@ -18,7 +18,7 @@ _KEPT_MEMORY_PART = 20
 _MOST_KEPT_PART = 8
 #: A node with GPUs keeps room for one notebook without GPU, at most this part of it.
 _MOST_ROOM_PART = 4
-#: What a container without GPU and without numbers gets at most.
+#: Maximum CPU and memory of a container without GPU whose profile has no numbers.
 _MOST_CPU_MILLI = round(DEFAULT_CPUS * 1000)
 _MOST_MEMORY_MIB = DEFAULT_MEMORY // _MIB
 

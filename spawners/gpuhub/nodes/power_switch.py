@@ -19,10 +19,12 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.sleep_container import send_to_sleep
 from gpuhub.nodes.magic_packet import send_magic_packet
 
-#: Longest run of a command, seconds.
+#: Maximum duration of a command, seconds.
 COMMAND_TIMEOUT_S = 60.0
-#: Bytes of a command's output that are read, and characters of its last line that are shown.
-_MAX_OUTPUT, _MAX_SHOWN = 65536, 300
+#: Bytes of a command's output that are read.
+_MAX_OUTPUT = 65536
+#: Characters of the output's last line that are shown.
+_MAX_SHOWN = 300
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

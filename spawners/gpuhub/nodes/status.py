@@ -64,7 +64,7 @@ class GpuFault:
     noticed_at: float
     #: The machine's boot in which it occurred; None if not known.
     boot_id: str | None
-    #: For users.
+    #: Text for users.
     text: str
     #: The administrator who accepted the GPU again; None while it is blocked.
     accepted_by: str | None = None

@@ -21,13 +21,16 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.docker.containers.container_spec import BASE_IMAGE
 from gpuhub.nodes import gpu_suspension
 
-#: To read other users' processes and their open files, to enter their containers, and to change what is mounted there.
+#: Capabilities to read other users' processes and their open files, to enter their containers, and to change what is
+#: mounted there.
 _CAPABILITIES = ("SYS_PTRACE", "DAC_OVERRIDE", "SYS_CHROOT", "SYS_ADMIN")
 #: A command that takes longer has failed: 0.5 s for each GiB are usual.
 _TIMEOUT_S = 600.0
 _POLL_S = 0.2
-#: Characters of its output that are read, and of an error that are shown.
-_OUTPUT_LENGTH, _ERROR_LENGTH = 4096, 300
+#: Characters of the container's output that are read.
+_OUTPUT_LENGTH = 4096
+#: Characters of an error that are shown.
+_ERROR_LENGTH = 300
 _MIB = 1024**2
 
 

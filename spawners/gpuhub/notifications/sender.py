@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 #: Time limit of one message with the start of its process, seconds.
 SEND_TIMEOUT_S = 30.0
-#: The same without sending, while a user waits.
+#: Time limit of a check that sends nothing, while a user waits, seconds.
 CHECK_TIMEOUT_S = 8.0
 _MAX_OUTPUT = 65536
 #: Variables that the process gets; not proxies, which would connect in its place.

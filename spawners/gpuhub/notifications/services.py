@@ -17,7 +17,7 @@ from gpuhub.common.errors import InvalidRequest
 from gpuhub.config.notifications import AllowedAddress
 from gpuhub.notifications.addresses import explain_forbidden
 
-#: Most parameters of a URL, among them HTTP headers of a webhook.
+#: Maximum number of parameters of a URL, including the HTTP headers of a webhook.
 _MAX_PARAMETERS = 20
 _LOCAL_NAMES = re.compile(r"(^|\.)(localhost|local|internal|localdomain)\.?$")
 

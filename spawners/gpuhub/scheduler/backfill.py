@@ -47,7 +47,7 @@ class ProtectedCapacity:
     #: Requests that end by then may use the capacity; `NO_EXCEPTION` for none.
     exempt_until: float
     masks: dict[str, NodeMask]
-    #: The same capacity for plans: until when it is not available.
+    #: The protected capacity as plans see it: until when it is not available.
     claims: dict[str, CapacityClaim]
     #: What each enforced circuit can supply to requests that do not end before, by its name.
     headrooms: dict[str, PowerHeadroom] = field(default_factory=dict)

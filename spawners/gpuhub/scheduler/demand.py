@@ -52,7 +52,7 @@ class DemandVariant:
     memory_by_gpu: bool = False
     is_exclusive: bool
     exclude: frozenset[str]
-    #: Those of the owner's groups that some node is restricted to.
+    #: The owner's groups that some node is restricted to.
     groups: frozenset[str] = frozenset()
 
     @property

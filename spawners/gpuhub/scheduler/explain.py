@@ -27,8 +27,10 @@ from gpuhub.scheduler.state import SchedulerState
 
 #: Starts beyond the protected ones are computed while nodes × earlier requests stay below this.
 _MAX_STEPS = 8192
-#: Work of the forecasts of one request, and of those without each of its requirements together; see `SchedulingCycle`.
-FORECAST_WORK, CONSTRAINTS_WORK = 12_288, 24_576
+#: Maximum work of the forecast of one request, see `SchedulingCycle`.
+FORECAST_WORK = 12_288
+#: Maximum work of the forecasts of a request without each of its requirements, together.
+CONSTRAINTS_WORK = 24_576
 #: A time limit that lets a request be backfilled before others, seconds.
 _SHORT_S = 3600.0
 _REQUESTED_EARLIER = "requested earlier by others"

@@ -78,7 +78,7 @@ def _list_supplied(
     """Return the options without what the circuits cannot supply, whichever of the rest are chosen."""
     slots = {option.node.capacity.name: fit_index.list_open_slots(option) for option in options}
     circuits = {name: find_circuit(fit_index.capacity, name) for name in slots}
-    # Of one GPU, the policy may choose among all that can be supplied; of several, only those that need least.
+    # For one GPU, the policy may choose among all that can be supplied; for several, only among those that need least.
     is_single = request.size == 1
     parts = list_parts(replace(request, spread=1) if is_single else request, slots, circuits, headrooms)
     supplied: dict[str, set[str]] = {}

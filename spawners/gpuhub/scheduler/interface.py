@@ -282,7 +282,7 @@ class SchedulerSnapshot:
     allocations: Sequence[Allocation] = ()
     reservations: Sequence[Reservation] = ()
     usage_records: Sequence[UsageRecord] = ()
-    #: By owner; an owner without an entry has no limits and weight 1.
+    #: Quotas by owner; an owner without an entry has no limits and weight 1.
     quotas: Mapping[str, Quota] = field(default_factory=dict)
 
 
@@ -332,7 +332,7 @@ class Constraint:
 class PendingReason:
     """The reason why a request waits."""
 
-    #: From 1, over all waiting requests in the order in which they are served.
+    #: Queue position, from 1, over all waiting requests in the order in which they are served.
     position: int
     #: One line for people: what the request waits for, and which owners hold it.
     text: str

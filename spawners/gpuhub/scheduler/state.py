@@ -26,9 +26,10 @@ from gpuhub.scheduler.usage import UsageLedger
 
 #: Demand variants to keep indexes of; all indexes are dropped beyond that.
 _MAX_VARIANTS = 1024
-#: Waiting requests until the policy is built again for the current workload: the first number, doubled up to the
-#: second.
-_FIRST_UPDATE, _MAX_UPDATE = 32, 8192
+#: First number of new requests after which the policy is built again for the current workload; it grows to the maximum.
+_FIRST_UPDATE = 32
+#: Maximum of that number.
+_MAX_UPDATE = 8192
 
 #: The number of a card, and those of the owner's groups that some node is restricted to: owners with other groups have
 #: other nodes with such cards.

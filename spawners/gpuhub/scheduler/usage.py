@@ -19,7 +19,7 @@ WEEK_S = 7 * 86400.0
 _SLOT_S = 600.0
 #: Powers of two are normalised beyond this many half-lives.
 _MAX_HALF_LIVES = 256.0
-#: Smaller usage, in GPU-seconds, may be a rounding error of the difference of large sums.
+#: Minimum usage that counts, GPU-seconds: less may be a rounding error of the difference of large sums.
 _MIN_USAGE = 1.0
 
 

@@ -18,7 +18,7 @@ from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState
 _NO_NUMBERS = frozenset({0xFFFFFFFE, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFE, 0xFFFFFFFFFFFFFFFF})
 #: Slurm writes a year if a partition has no limit.
 _ENDLESS_MINUTES = 365 * 24 * 60
-#: Added to the number of the signal that ended a program.
+#: Exit code of a program that a signal ended is this number plus the signal's.
 _BY_SIGNAL = 128
 #: UID of the user `nobody`.
 _NOBODY = 65534
@@ -59,7 +59,7 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 # A type may consist of digits, but is followed by a count then.
 _GPU = re.compile(r"(?:gres[:/])?gpu(?:[:=]([^:=(),]+?))??(?:[:=]([0-9]+))?(\(.*\))?")
 _INDICES = re.compile(r"\(IDX:([0-9,-]*)\)")
-#: In a text such as `cpu=8,mem=1.50G,node=2,billing=8`.
+#: Number of CPUs in a text such as `cpu=8,mem=1.50G,node=2,billing=8`.
 _ALLOCATED_CPUS = re.compile(r"\bcpu=([0-9]+)\b")
 _ALLOCATED_MEMORY = re.compile(r"\bmem=([0-9.]+[KMGT])\b")
 _MIB = 1024**2

@@ -53,5 +53,5 @@ def build_user_command(command: Sequence[str], submitter: Submitter | None) -> l
     if own == 0:
         groups = f"--groups={','.join(map(str, submitter.groups))}" if submitter.groups else "--clear-groups"
         return ["setpriv", f"--reuid={submitter.uid}", f"--regid={submitter.gid}", groups, "--", *command]
-    # By the UID, because a name could be an option, or another user.
+    # The user is named by UID, because a name could be an option, or another user.
     return ["sudo", "--non-interactive", f"--user=#{submitter.uid}", "--", *command]

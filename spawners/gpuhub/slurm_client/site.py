@@ -13,7 +13,7 @@ from gpuhub.config.containers.container_size import build_profile_size, build_wo
 from gpuhub.config.settings import ClusterSettings, ProfileSettings, SlurmSettings
 from gpuhub.slurm_client.models import SlurmNode, SlurmPartition, SlurmSite
 
-#: Most names that a list shows.
+#: Maximum number of names that a list shows.
 _MAX_NAMES = 12
 #: Slurm's own messages.
 _SLURM_MESSAGES = {

@@ -39,14 +39,15 @@ from typing import Any
 
 LISTEN_STATE = "0A"
 PERIOD_S = 0.1
-#: Longest pause between two attempts to report the port, seconds; they continue while the notebook lives.
+#: Maximum pause between two attempts to report the port, seconds; they continue while the notebook lives.
 MAX_PAUSE_S = 20.0
 #: Variable with the nodes of a job, one name per line, in the order of its list.
 JOB_NODES = "GPUHUB_JOB_NODES"
 #: Signals with which Slurm or a user ends or informs a notebook.
 FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-#: Longest path of a Unix socket, bytes, and what a kernel adds to its folder.
+#: Maximum length of a Unix socket's path, bytes.
 MAX_SOCKET_PATH = 107
+#: Length of what a kernel adds to the socket's folder.
 SOCKET_NAME_LENGTH = len(f"/kernel-{'0' * 36}-ipc-5")
 #: Age from which an unlocked folder belongs to a notebook that was killed, seconds; a new one is locked at once.
 LEFT_FOLDER_S = 60.0

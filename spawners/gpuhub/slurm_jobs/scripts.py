@@ -35,7 +35,8 @@ _INSTRUCTIONS = '<<<"$instructions"'
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 _DATASETS = "/datasets"
 _MODELS = "/models"
-#: Other users of the node can connect to its ports, and messages of kernels are signed but not encrypted.
+#: Option for kernels without ports: other users of the node could connect to these, and messages of kernels are signed
+#: but not encrypted.
 _KERNELS_WITHOUT_PORTS = "--KernelManager.transport=ipc"
 #: Variables with a job's GPUs and nodes that are passed into the container.
 _FORWARDED = ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_JOB_ID", "SLURMD_NODENAME")
@@ -203,7 +204,7 @@ class CourierCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CourierStepSpec:
-    """Where a courier runs beside a worker."""
+    """Where a courier runs next to a worker."""
 
     cluster: ClusterSettings
     user: str

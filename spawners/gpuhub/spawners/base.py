@@ -37,8 +37,10 @@ from gpuhub.web.text import describe_holdings, describe_waiting
 
 #: What a start may be asked for.
 SPAWN_OPTIONS = ("profile", "image", "keep", "suspend")
-#: Time for the broker to learn that a persistent notebook is stopped before its container goes, seconds.
-_ANNOUNCE_S, _ANNOUNCE_RETRY_S = 10.0, 1.0
+#: Time limit for the broker to learn that a persistent notebook is stopped before its container goes, seconds.
+_ANNOUNCE_S = 10.0
+#: Interval between two attempts at that, seconds.
+_ANNOUNCE_RETRY_S = 1.0
 #: Time between SIGTERM and SIGKILL, seconds; JupyterLab ends on SIGTERM within about a second.
 STOP_GRACE_S = 5
 

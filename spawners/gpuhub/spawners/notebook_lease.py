@@ -12,7 +12,7 @@ from gpuhub.common.errors import BrokerUnreachable, Conflict, NotFound
 
 #: Length of a long poll, seconds; the broker drops requests of a spawner that polls less often than every 20 s.
 POLL_S = 10.0
-#: The same while datasets are copied, whose progress the user sees.
+#: Length of a long poll while datasets are copied, whose progress the user sees, seconds.
 _STAGE_POLL_S = 2.0
 _RETRY_S = 1.0
 _RELEASE_DEADLINE_S = 6.0

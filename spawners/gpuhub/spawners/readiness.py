@@ -31,18 +31,21 @@ from gpuhub.spawners.notebook_lease import LeaseBroker
 #: Time between two attempts at all starts together, seconds. JupyterHub's own wait backs off to seconds, which delays
 #: the start. An attempt takes the hub two milliseconds.
 _ATTEMPT_PERIOD_S = 0.025
-#: Longest time between two attempts at one of many starts, seconds.
+#: Maximum time between two attempts at one of many starts, seconds.
 _LONGEST_PERIOD_S = 0.5
-#: The same after some time, seconds: what is not ready by then is slow, or answers wrongly on purpose.
-_LATER_PERIOD_S, _LATER_S = 1.0, 30.0
+#: Interval between two attempts of a start that has lasted for `_LATER_S`: what is not ready by then is slow, or
+#: answers wrongly on purpose; seconds.
+_LATER_PERIOD_S = 1.0
+#: Time after which `_LATER_PERIOD_S` applies, seconds.
+_LATER_S = 30.0
 #: Time between two checks whether a notebook still runs, seconds: at a start, and after a restart of the hub.
 _CHECK_PERIOD_S = 1.0
 RECOVERY_CHECK_PERIOD_S = 3.0
-#: Longest attempt, seconds.
+#: Maximum duration of an attempt, seconds.
 _ATTEMPT_TIMEOUT_S = 5.0
-#: Longest time for which Docker may report nothing of a container that starts, seconds; attempts to connect end sooner.
+#: Maximum time for which Docker may report nothing of a container that starts, seconds; attempts to connect end sooner.
 _SILENCE_S = 120.0
-#: Longest version that is passed on to JupyterHub, which parses it, characters.
+#: Maximum length of the version that is passed on to JupyterHub, which parses it, characters.
 _MAX_VERSION = 64
 _VERSION_HEADER = "X-JupyterHub-Version"
 #: When each wait in progress began, by the event loop's clock.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from gpuhub.common.errors import StorageUnavailable
 
-#: Most threads of one target.
+#: Maximum number of threads of one target.
 MAX_THREADS = 8
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ MARKER = "# Written by gpuhub ([storage] serve in cluster.toml): changes are los
 class Export:
     """A folder that nodes may mount."""
 
-    #: The same path on the head node and for nodes.
+    #: Path of the folder on the head node, and for nodes.
     folder: str
     is_writable: bool
 

@@ -16,7 +16,7 @@ from gpuhub.config.settings import StorageSettings
 from gpuhub.storage.homes import BLOCKING_CALLS, HomeLocation, find_home
 
 log = logging.getLogger(__name__)
-#: Longest time that a page waits for this, seconds.
+#: Maximum time that a page waits for the usage of a home, seconds.
 READ_TIMEOUT_S = 2.0
 #: The command, to which the UID is appended. It covers local file systems and NFS (rquota), does not wrap lines, prints
 #: times as numbers so that every line has equally many columns, and prints mount points as names.

@@ -21,7 +21,7 @@ from gpuhub.storage.blocking_calls import BlockingCallPool
 
 #: The program number of NFS.
 NFS_PROGRAM = 100003
-#: Longest valid reply to procedure 0, bytes; real ones have some dozen.
+#: Maximum length of the reply to procedure 0, bytes; real ones have some dozen.
 MAX_REPLY_BYTES = 4096
 #: Size of a fragment's header, which holds its length; the highest bit is set in a record's last fragment.
 HEADER_BYTES = 4

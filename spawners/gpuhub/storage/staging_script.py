@@ -37,8 +37,10 @@ from typing import Any, BinaryIO, cast
 #: TCP port on the network that only these containers share.
 PORT = 7433
 _CHUNK = 1 << 20
-#: Longest wait for the next or the previous node to connect, and for bytes of a running stream, seconds.
-_CONNECT_S, _SILENCE_S = 120.0, 300.0
+#: Maximum wait for the next or the previous node to connect, seconds.
+_CONNECT_S = 120.0
+#: Maximum wait for bytes of a running stream, seconds.
+_SILENCE_S = 300.0
 _RETRY_S = 0.1
 _REPORT_S = 1.0
 #: A description of an entry is a path and a few numbers.

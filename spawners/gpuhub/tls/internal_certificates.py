@@ -55,9 +55,9 @@ CERTIFICATES = (HUB, PROXY_API, PROXY_CLIENT, BROKER)
 NOTEBOOK_FOLDER = "/etc/gpuhub/tls"
 NOTEBOOK_KEY = f"{NOTEBOOK_FOLDER}/key.pem"
 NOTEBOOK_CERTIFICATE = f"{NOTEBOOK_FOLDER}/certificate.pem"
-#: Its trust in the hub as server, and in hub and proxy as clients.
+#: Certificates that a notebook trusts: the hub's as server, and those of hub and proxy as clients.
 NOTEBOOK_TRUST = f"{NOTEBOOK_FOLDER}/trust.pem"
-#: Its trust in the broker.
+#: Certificates that a notebook trusts the broker by.
 NOTEBOOK_BROKER_TRUST = f"{NOTEBOOK_FOLDER}/broker.pem"
 #: Bundles in addition to JupyterHub's own, whose proxy trusts only hub and notebooks and not the broker.
 BUNDLES = {

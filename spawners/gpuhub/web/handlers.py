@@ -198,7 +198,7 @@ class LaptopWheelHandler(web.StaticFileHandler):
     PATH = r"/gpuhub/(gpu_launch-[0-9][0-9.]*-py3-none-any\.whl)"
 
     def set_extra_headers(self, path: str) -> None:
-        """Have caches ask again: a newer build of a version keeps its name."""
+        """Make caches ask again: a newer build of a version keeps its name."""
         self.set_header("Cache-Control", "no-cache")
         self.set_header("X-Content-Type-Options", "nosniff")
 

@@ -21,7 +21,7 @@ _OTHER_PAGE = re.compile(r"\[([^\]]+)\]\([^)#][^)]*\)")
 class HelpPageHandler(GpuhubHandler):
     """GET: the page. It needs no login, because errors of the login lead to it as well."""
 
-    #: Below the hub's own address.
+    #: Path of the page below the hub's own address.
     PATH = HELP_PAGE.removeprefix("/hub")
 
     async def get(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tornado import web
 
-#: In the folder of the files: the current `LabAssets`.
+#: File in the folder of JupyterLab's files: the current `LabAssets`.
 CURRENT_FILE = "current.json"
 #: The file that JupyterLab's page loads; it names all others by their content, so its hash is the key of all.
 MAIN_FILE = re.compile(r"main\.([0-9a-f]{16})\.js")

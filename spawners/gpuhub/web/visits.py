@@ -18,7 +18,7 @@ from gpuhub.web.handlers import BROKER_SCOPE, BrokerUserHandler, http_status
 #: Lifetime of a visit's token, and the age up to which further visits of the same session use it; seconds.
 TOKEN_S = 12 * 3600
 REUSE_S = 1800
-#: Most sessions of one user with such tokens: a browser may name any session.
+#: Maximum number of sessions with visit tokens for each user: a browser may name any session.
 MAX_SESSIONS = 16
 TOKEN_NOTE = "visits to servers of jobs and services"  # noqa: S105 - a description
 _MAX_TARGET = 4096
@@ -29,7 +29,7 @@ class VisitTokens:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        #: By user and session.
+        #: Tokens by user and session.
         self._tokens: dict[tuple[str, str], tuple[str, float]] = {}
 
     def get(self, user: Any, session: str) -> str:
@@ -66,7 +66,7 @@ class _PageError(web.HTTPError):
 class VisitHandler(BrokerUserHandler):
     """Opens a visit and goes there; subclasses say what is visited."""
 
-    #: Of all requests.
+    #: Shared by all requests.
     visit_tokens = VisitTokens()
 
     @web.authenticated

@@ -66,7 +66,7 @@ class SlurmConfig:
     #: The key of slurmrestd's tokens; it needs Debian's slurm-wlm-jwt-plugin.
     jwt_key: Path | None = None
     scheduler_parameters: str = SCHEDULER
-    #: Between SIGTERM and SIGKILL, seconds.
+    #: Time between SIGTERM and SIGKILL, seconds.
     kill_wait_s: int = 30
     #: slurmctld keeps a job that has ended for this time, seconds.
     min_job_age_s: int = 300

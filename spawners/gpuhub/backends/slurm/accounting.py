@@ -20,7 +20,7 @@ from gpuhub.slurm_client.models import GpuTime
 log = logging.getLogger(__name__)
 
 WEEK_S = 7 * 86400.0
-#: Between two queries of slurmdbd at the least, seconds.
+#: Minimum interval between two queries of slurmdbd, seconds.
 KEEP_S = 30.0
 
 
@@ -35,7 +35,7 @@ class SlurmAccounting:
         self._periods_lock = asyncio.Lock()
         self._asked_at = float("-inf")
         self._times: Sequence[GpuTime] | None = None
-        #: Other periods, with the time of the query.
+        #: GPU times by period, each with the time of the query.
         self._periods: dict[tuple[float, float], tuple[float, Sequence[GpuTime] | None]] = {}
 
     async def fill(self, views: Sequence[UsageView], *, is_everybody: bool) -> list[UsageView]:

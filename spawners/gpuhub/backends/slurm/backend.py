@@ -55,9 +55,9 @@ from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, Slu
 
 log = logging.getLogger(__name__)
 
-#: Between two queries of what Slurm's administrators set up, seconds.
+#: Interval between two queries of what Slurm's administrators set up, seconds.
 SITE_S = 60.0
-#: Between two queries for one job while Slurm is not reachable, seconds.
+#: Interval between two queries for one job while Slurm is not reachable, seconds.
 RETRY_S = 0.5
 #: Cancellations that are made at the same time.
 _CONCURRENCY = 8

@@ -21,7 +21,7 @@ from gpuhub.domain.models import LeaseRow
 from gpuhub.nodes.status import GpuReading, NodeStatus
 from gpuhub.slurm_client.models import LIVE_STATES, SlurmJob, SlurmJobState, SlurmNode, SlurmSnapshot
 
-#: In place of a Docker daemon's id.
+#: Value in place of a Docker daemon's id.
 _WITNESS = "slurm"
 _MIB = 1024**2
 
@@ -94,7 +94,7 @@ def build_node(cluster: ClusterSettings, before: NodeStatus, node: SlurmNode | N
 
 
 def _find_gpus(cluster: ClusterSettings, name: str, node: SlurmNode) -> Iterator[GpuReading]:
-    """In the order in which Slurm counts them: type by type."""
+    """Yield the GPUs in the order in which Slurm counts them: type by type."""
     cards = {cluster.slurm.gpu_type(card.model): card for one in cluster.nodes for card in one.gpus or ()}
     wanted = {cluster.slurm.gpu_type(model): model for profile in cluster.profiles for model in profile.models}
     types = [kind for kind, count in node.gpus.items() for _ in range(count)]

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 #: Beginning of the reasons of gpuhub's drains, also of those by `slurm_client/health.sh`.
 PREFIX = "gpuhub: GPU"
-#: Between two attempts at a change that Slurm refuses, seconds.
+#: Interval between two attempts at a change that Slurm refuses, seconds.
 _RETRY_S = 60.0
 #: The problem of one GPU in a reason such as `gpuhub: GPU 0: Xid 79, …; GPU 2: …`.
 _PROBLEM = re.compile(r"GPU (\d+): (.*?)(?=; GPU|$)")

@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 #: Returns the account of a user. Raises `Unavailable` where the accounts cannot be read now, and another GpuhubError
 #: where the user can have no job.
 FindSubmitter = Callable[[str], Awaitable[Submitter]]
-#: Time before a refused update is repeated, seconds: twice as long each time, up to the second value.
-_FIRST_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
+#: First pause before a refused update is repeated, seconds; doubled each time.
+_FIRST_RETRY_S = 0.5
+#: Maximum pause, seconds.
+_MAX_RETRY_S = 60.0
 
 
 async def find_submitter(cluster: ClusterSettings, paths: Paths, owner: str) -> Submitter:
@@ -158,7 +160,7 @@ class JobUpdater:
         self._api, self._host, self._instance, self._node_names = api, host, instance, node_names
         #: Jobs that slurmctld was asked to store.
         self._stored: set[int] = set()
-        #: By job.
+        #: Slurm job → the update that Slurm refused.
         self._refused: dict[int, RefusedShrink] = {}
 
     async def shrink(self, snapshot: SlurmSnapshot) -> None:

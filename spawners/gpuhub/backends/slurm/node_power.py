@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from gpuhub.nodes.power_status import PowerState
 from gpuhub.slurm_client.models import SlurmSnapshot
 
-#: In the order in which they count: Slurm may show several of them.
+#: Flags in the order in which they count: Slurm may show several of them.
 _FLAGS = {
     "powering_up": PowerState.WAKING,
     "power_up": PowerState.WAKING,

@@ -63,7 +63,7 @@ class SlurmScheduler(ExternalScheduler):
         self._started_at: dict[str, float | None] = {}
 
     def observe(self, snapshot: SlurmSnapshot) -> None:
-        """Take over all jobs and nodes of one moment; Slurm answers."""
+        """Store all jobs and nodes of one moment; Slurm answers."""
         self._snapshot = snapshot
         self._jobs = {job.id: job for job in snapshot.jobs}
         self._nodes = {node.name: node for node in snapshot.nodes}

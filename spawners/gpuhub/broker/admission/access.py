@@ -126,7 +126,7 @@ SHARED_OUTPUTS = StreamKind(description="views of one's jobs by others", per_own
 SHARED_PAGES = StreamKind(description="notebooks being shown", per_owner=4, total=64)
 STATES = StreamKind(description="states being read", per_owner=4, total=64)
 SHELLS = StreamKind(description="terminals", per_owner=2, total=64)
-#: More than terminals: an editor and rsync open several at once.
+#: The limit is higher than for terminals: an editor and rsync open several connections at once.
 SSH = StreamKind(description="SSH connections to jobs", per_owner=8, total=128)
 #: Requests to servers of jobs, counted for each visitor; a page's browser opens some at once, a program more.
 PORTS = StreamKind(description="requests to servers of jobs", per_owner=64, total=2048)
@@ -139,7 +139,7 @@ POLLS = StreamKind(description="requests that wait for changes", per_owner=128, 
 SMALL_PART = 4096
 #: Small messages and parts of all streams of one user; programs send larger ones where they send many.
 SMALL_PARTS = RateLimit(burst=2000, per_second=2000, what="small messages")
-#: Shorter waits are added up, seconds.
+#: Minimum wait, seconds: shorter ones are added up.
 _MIN_WAIT_S = 0.01
 
 

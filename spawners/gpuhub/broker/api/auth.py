@@ -215,8 +215,8 @@ class Authenticator:
             if token
         }
         self._clock = clock
-        # By digest, so that a memory dump has no tokens. Unknown tokens are separate, so that a flood evicts no known
-        # one.
+        # Keyed by digest, so that a memory dump has no tokens. Unknown tokens are separate, so that a flood evicts no
+        # known one.
         self._known: OrderedDict[bytes, _TokenRecord] = OrderedDict()
         self._unknown: OrderedDict[bytes, _TokenRecord] = OrderedDict()
         self._wrong = UnknownTokenLimiter(WRONG_TOKENS, clock.monotonic)

@@ -16,7 +16,7 @@ from gpuhub.common.errors import NotAllowed
 from gpuhub.common.tasks import cancel_tasks
 from gpuhub.domain.models import Identity
 
-#: Between two checks of a stream's caller, seconds.
+#: Interval between two checks of a stream's caller, seconds.
 RECHECK_S = 30.0
 
 

@@ -25,8 +25,9 @@ from gpuhub.nodes.status import NodeStatus
 
 log = logging.getLogger(__name__)
 
-#: Between two polls at the least, and at the most while a job may start at any moment, seconds.
+#: Minimum interval between two polls, seconds.
 MIN_PERIOD_S = 0.1
+#: Maximum interval between two polls while a job may start at any moment, seconds.
 EAGER_PERIOD_S = 0.5
 #: A job is expected to start for this long after its lease was requested, seconds.
 YOUNG_S = 15.0
@@ -61,7 +62,7 @@ class BackendController:
         self._core = core
         self._backend = backend
         self._conditions = ConditionEvents(core)
-        #: By lease: jobs of open leases, and of ended ones whose jobs are not cancelled yet.
+        #: Lease → its job: jobs of open leases, and of ended ones whose jobs are not cancelled yet.
         self._jobs: dict[str, int] = {}
         #: Leases whose submission was tried last.
         self._tried: frozenset[str] = frozenset()

@@ -7,8 +7,10 @@ import asyncio
 from gpuhub.broker.controllers.loop import run_step
 from gpuhub.broker.state.broker_state import BrokerState
 
-#: Between two writes of everything, and between two searches for what has ended, seconds.
-WRITE_PERIOD_S, CHECK_PERIOD_S = 30.0, 1.0
+#: Interval between two writes of all meters, seconds.
+WRITE_PERIOD_S = 30.0
+#: Interval between two searches for leases and jobs that have ended, seconds.
+CHECK_PERIOD_S = 1.0
 
 
 class CostController:

@@ -12,7 +12,7 @@ from gpuhub.broker.state.broker_state import BrokerState
 from gpuhub.common.units import format_span
 from gpuhub.domain import idle_policy, notifications
 
-#: Interval of the readings that are taken over, seconds; the GPU agents' own.
+#: Interval of the readings that are counted, seconds; the GPU agents' own.
 CHECK_PERIOD_S = 2.0
 
 
@@ -28,7 +28,7 @@ class IdleController:
             await asyncio.sleep(CHECK_PERIOD_S)
 
     async def update(self) -> None:
-        """Take over the last readings, and record an event for each notebook whose owner is warned from now on."""
+        """Process the last readings, and record an event for each notebook whose owner is warned from now on."""
         core = self._core
         for lease, limits in core.idle.list_leases():
             warned = core.idle.update(lease, limits)

@@ -25,10 +25,12 @@ log = logging.getLogger(__name__)
 
 #: Interval of the checks, seconds.
 CHECK_PERIOD_S = 1.0
-#: Least time between two messages to one destination, seconds.
+#: Minimum time between two messages to one destination, seconds.
 MESSAGE_PERIOD_S = 20.0
-#: Processes at the same time, in all and for one user.
-MAX_PROCESSES, MAX_OWNER_PROCESSES = 8, 2
+#: Maximum number of processes that send at the same time.
+MAX_PROCESSES = 8
+#: Maximum number of those that send for one user.
+MAX_OWNER_PROCESSES = 2
 #: Time that messages which are being sent get when the broker ends, seconds.
 CLOSE_S = 4.0
 

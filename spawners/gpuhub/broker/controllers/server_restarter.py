@@ -22,7 +22,7 @@ CHECK_PERIOD_S = 2.0
 
 
 class ServerRestarter:
-    """Has the hub start servers whose spawner a restart of the hub ended, and stop notebooks whose time is over."""
+    """Makes the hub start servers whose spawner a restart of the hub ended, and stop notebooks whose time is over."""
 
     def __init__(self, *, core: BrokerState, servers: ServerApi) -> None:
         self._core = core

@@ -18,7 +18,7 @@ from gpuhub.broker.db.engine import READ_ONLY, Connect
 from gpuhub.broker_api.schemas import Purpose
 from gpuhub.domain.costs import CostRecord, DayKey, EnergySample, GpuMeter, UsedAmounts
 
-#: Most characters of the JSON list of an owner's groups.
+#: Maximum number of characters of the JSON list of an owner's groups.
 MAX_GROUPS_LENGTH = 1000
 #: Rows that are deleted in one transaction.
 _BATCH = 500

@@ -17,8 +17,10 @@ from gpuhub.broker.db.engine import READ_ONLY, Connect
 from gpuhub.broker_api.schemas import NotificationKind
 from gpuhub.domain.models import EventRow, NotificationRow
 
-#: Destinations of one user, and deliveries that wait for one destination; older ones are then not sent.
-MAX_DESTINATIONS, MAX_WAITING = 5, 100
+#: Maximum number of destinations of one user.
+MAX_DESTINATIONS = 5
+#: Maximum number of deliveries that wait for one destination; older ones are not sent.
+MAX_WAITING = 100
 #: Deliveries that are read at once, and rows that are deleted in one transaction.
 _BATCH = 400
 WAITING, SENDING, SENT, FAILED = "waiting", "sending", "sent", "failed"

@@ -19,8 +19,10 @@ from gpuhub.common.gpu import GpuSpec
 from gpuhub.domain.models import LeaseRow
 from gpuhub.scheduler.interface import UsageRecord
 
-#: Events that are kept of each owner, and of those that belong to no owner; older ones are deleted.
-MAX_OWNER_EVENTS, MAX_UNOWNED_EVENTS = 2_000, 10_000
+#: Number of events that are kept of each owner; older ones are deleted.
+MAX_OWNER_EVENTS = 2_000
+#: Number of events without an owner that are kept; older ones are deleted.
+MAX_UNOWNED_EVENTS = 10_000
 #: Rows that are deleted in one transaction.
 BATCH = 500
 _DAY_S = 86400.0

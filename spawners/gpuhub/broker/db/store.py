@@ -341,7 +341,7 @@ class Store:
 
     @contextmanager
     def _take_turn(self, *, is_writing: bool) -> Iterator[None]:
-        """Have one transaction write at a time, where the database allows no more."""
+        """Let one transaction write at a time, where the database allows no more."""
         if self._write_lock is None or not is_writing:
             yield
             return

@@ -31,20 +31,22 @@ _HEADER = struct.Struct(">BI")
 _MAX_PAYLOAD = 1024 * 1024
 #: Time that a courier may take until it is ready, seconds.
 _START_TIMEOUT_S = 30.0
-#: Longest silence of a courier that works, since a file server may be slow; seconds.
+#: Maximum silence of a courier that works, since a file server may be slow; seconds.
 _WORK_TIMEOUT_S = 120.0
-#: Longest line of a report, and the most that a courier may write to stderr in all, bytes. The courier runs as its
-#: user, who can make it send anything.
+#: Maximum length of a line of a report, bytes. The courier runs as its user, who can make it send anything.
 MAX_LINE = 64 * 1024
+#: Maximum number of bytes that a courier may write to stderr in all.
 MAX_REPORTS = 256 * 1024
 #: Lines that are parsed; the protocol needs two.
 _MAX_PARSED = 100
-#: Most output that is kept before the courier's first report, bytes.
+#: Maximum output that is kept before the courier's first report, bytes.
 MAX_EARLY_OUTPUT = 1024 * 1024
 #: Output outside the protocol that is kept for the log, such as a traceback, bytes.
 _MAX_STRAY_BYTES = 2000
-#: Longest text of an error, and of the last line of a courier that ended without one, characters.
-_MAX_ERROR, _MAX_LAST_LINE = 2000, 300
+#: Maximum length of an error's text, characters.
+_MAX_ERROR = 2000
+#: Maximum length of the last line of a courier that ended without an error, characters.
+_MAX_LAST_LINE = 300
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: Keys of the courier's reports, with the type of their values.
 _REPORTS: Mapping[str, type] = {"ready": bool, "done": dict, "error": dict}

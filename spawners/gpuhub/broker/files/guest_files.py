@@ -24,15 +24,16 @@ from gpuhub.domain.models import JobRow
 
 log = logging.getLogger(__name__)
 
-#: Longest transfer of a job's files in one direction; the clients of Docker allow half an hour for each call, seconds.
+#: Maximum duration of a transfer of a job's files in one direction, seconds; the clients of Docker allow half an hour
+#: for each call.
 TRANSFER_TIMEOUT_S = 1800.0
-#: Longest silence of either side, seconds.
+#: Maximum silence of either side, seconds.
 SILENCE_TIMEOUT_S = 120.0
 #: How often the return of a job's files is tried before they are given up.
 MAX_ATTEMPTS = 5
 #: Folders of a container's tar, its padding and its headers may add this to the files' own bytes, at most.
 _OVERHEAD = 64 * 1024**2
-#: Longest path of a job's folder, bytes.
+#: Maximum length of the path of a job's folder, bytes.
 _MAX_PATH = 4096
 #: Parts of a transfer that wait for a slower receiver.
 _QUEUE = 16
@@ -86,7 +87,7 @@ class GuestFiles:
         """
         if not self._core.cluster.node(node).guest:
             return
-        # Not by the container's labels: the guest's administrator can change them.
+        # The container's labels are not used: the guest's administrator can change them.
         job = self._find_job(node, container)
         if job is None:
             return

@@ -23,7 +23,7 @@ from gpuhub.domain.models import Identity, JobRow
 
 R = TypeVar("R", bound=BaseModel)
 
-#: Longest silence of a client or courier during a transfer, seconds.
+#: Maximum silence of a client or courier during a transfer, seconds.
 SILENCE_TIMEOUT_S = 120.0
 #: Time for which the rest of a refused upload is still received, so that the client reads the error, seconds.
 DRAIN_TIMEOUT_S = 10.0

@@ -16,7 +16,7 @@ from gpuhub.nodes.status import GpuReading, NodeStatus
 
 #: DCGM's labels, as its exporter has them.
 DCGM_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")
-#: Those of gpuhub's own metrics of GPUs, which can be joined with DCGM's.
+#: Labels of gpuhub's own metrics of GPUs, by which they can be joined with DCGM's.
 LABELS = ("gpu", "UUID", "model", "Hostname")
 #: Bits of NVML's clocks event reasons that slow a GPU down.
 THROTTLE_REASONS = {

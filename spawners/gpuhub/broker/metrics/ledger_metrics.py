@@ -22,9 +22,9 @@ from gpuhub.domain.models import JobRow, LeasedGpu, LeaseRow, LedgerSnapshot
 
 #: Upper bounds of the histogram of waits, seconds.
 WAIT_BUCKETS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0)
-#: Most kinds of events that are counted; the others are `other`.
+#: Maximum number of kinds of events that are counted; the others are `other`.
 MAX_EVENT_KINDS = 100
-#: Not `job`, which is Prometheus' own label of the scraped service.
+#: Labels of jobs, without `job`, which is Prometheus' own label of the scraped service.
 _JOB_LABELS = ("job_id", "owner", "job_name")
 T = TypeVar("T", LeaseRow, JobRow)
 

@@ -19,7 +19,7 @@ from gpuhub.domain.models import Identity
 
 #: Days of a report without a beginning.
 DEFAULT_DAYS = 28
-#: Most rows of a report.
+#: Maximum number of rows of a report.
 MAX_ROWS = 10_000
 TOTAL, NO_GROUP, JOBS = "total", "no group", "jobs"
 _EPOCH = date(1970, 1, 1)
@@ -56,7 +56,7 @@ class CostOperations:
         if first > last:
             raise InvalidRequest(f"since: {first} is after {last}, where the report ends: choose an earlier day")
         rows, total = await asyncio.to_thread(self._read, by, first, last, whose)
-        # Not for users: each of them could have it count one period after the other.
+        # Users get no hours by Slurm: each of them could make slurmdbd count one period after the other.
         hours = await self._count_hours(by, first, last) if caller.sees_all else None
         return ReportView(
             by=by,

@@ -21,7 +21,7 @@ from gpuhub.domain.models import Identity, LeaseRow
 
 #: Interval of the reports of a notebook that is not stopped when it is idle, seconds: its GPUs may fail.
 UNUSED_REPORT_PERIOD_S = 60.0
-#: The same of one that is suspended, or may be at any time.
+#: Interval of the reports of a notebook that is suspended, or may be at any time, seconds.
 SUSPENDED_REPORT_PERIOD_S = 2.0
 
 
@@ -32,7 +32,7 @@ class IdleOperations:
         self._core = core
 
     async def report(self, caller: Identity, lease_id: str, report: ActivityReport) -> ActivityAnswer:
-        """Take over what a notebook reports about itself.
+        """Store what a notebook reports about itself.
 
         Raises:
             NotFound: the lease does not exist, or it belongs to another user.
@@ -107,7 +107,7 @@ class IdleOperations:
         return views.view_lease(self._core, await access.find_lease(self._core, caller, lease_id))
 
     async def resume(self, caller: Identity, lease_id: str) -> LeaseView:
-        """Have a suspended notebook wait for its GPU; other notebooks do not change.
+        """Let a suspended notebook wait for its GPU; other notebooks do not change.
 
         Raises:
             NotFound: the lease does not exist, or it belongs to another user.
@@ -177,7 +177,7 @@ async def begin_suspension(core: BrokerState, lease_id: str) -> None:
 
 
 async def request_resume(core: BrokerState, lease_id: str) -> None:
-    """Have a suspended notebook wait for its GPU; others do not change."""
+    """Let a suspended notebook wait for its GPU; others do not change."""
     lease = core.ledger.snapshot.leases.get(lease_id)
     if lease is None or suspension.request_resume(lease, core.clock.now()) is lease:
         return

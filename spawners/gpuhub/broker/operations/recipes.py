@@ -11,8 +11,10 @@ from pathlib import Path
 
 from gpuhub.broker_api.schemas import RecipeView
 
-#: Most files that are handed out, and the largest of them, bytes.
-MAX_FILES, MAX_BYTES = 100, 65536
+#: Maximum number of files that are handed out.
+MAX_FILES = 100
+#: Maximum size of such a file, bytes.
+MAX_BYTES = 65536
 #: Entries of the folder that are read.
 _MAX_ENTRIES = 1000
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}\.yaml")

@@ -29,7 +29,7 @@ from gpuhub.domain.models import WorkerRow
 MAX_CONNECTIONS = 32
 #: Requests of one visitor to one server that use connections at the same time; others wait.
 MAX_OF_VISITOR = MAX_CONNECTIONS // 4
-#: Longest time to wait for a connection, seconds.
+#: Maximum time to wait for a connection, seconds.
 MAX_WAIT_S = 30.0
 MAX_IDLE_CONNECTIONS = 6
 #: Time after which unused connections are closed, seconds.
@@ -39,8 +39,10 @@ _SWEEP_S = 10.0
 _MAX_READ = 16 * 1024
 #: The beginning of an informational response, and of the one after them: also 101, which begins another protocol.
 _INFORMATIONAL, _FINAL = re.compile(rb"HTTP/1\.[01] 1(?!01)"), re.compile(rb"\nHTTP/1\.[01] (?:101|[2-9])")
-#: Most bytes of informational responses, and bytes that tell which of them begins.
-_MAX_INFORMATIONAL, _STATUS_BYTES = 64 * 1024, 12
+#: Maximum number of bytes of informational responses.
+_MAX_INFORMATIONAL = 64 * 1024
+#: Number of bytes that show whether another informational response begins.
+_STATUS_BYTES = 12
 #: Received bytes that wait to be read.
 _MAX_BUFFER = 1024 * 1024
 
@@ -190,7 +192,7 @@ class _ServerPool:
     pool: httpcore.AsyncConnectionPool
     #: Number of requests that use them.
     users: int = 0
-    #: By visitor, who may use some of them at a time.
+    #: Visitor → the slots of which the visitor may use some at a time.
     of_visitors: WeakValueDictionary[str, asyncio.Semaphore] = field(default_factory=WeakValueDictionary)
     used_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
@@ -215,7 +217,7 @@ class PortConnections:
 
     def __init__(self, daemons: DockerClients) -> None:
         self._daemons = daemons
-        #: By container and port.
+        #: Pools by container and port.
         self._pools: dict[tuple[str, int], _ServerPool] = {}
 
     async def connect(self, server: ServerAddress) -> PortStream:

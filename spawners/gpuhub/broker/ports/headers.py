@@ -18,7 +18,7 @@ SANDBOX = b"sandbox allow-downloads allow-forms allow-modals allow-pointer-lock 
 #: The origin of such a page in its requests.
 OPAQUE_ORIGIN = b"null"
 
-#: Of one connection, which is not forwarded.
+#: Hop-by-hop headers, which belong to one connection and are not forwarded.
 _HOP_BY_HOP = frozenset(
     {
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -39,7 +39,7 @@ _RETURNED = frozenset(
     }
 )  # fmt: skip
 _RETURNED_PREFIXES = (b"content-", b"openai-", b"x-")
-#: By these, a web server in front of the hub would be told to send a file of its own.
+#: Headers that make a web server in front of the hub send a file of its own.
 _PROXY_COMMANDS = (b"x-accel-", b"x-sendfile", b"x-lighttpd-")
 _OWN_HOSTS = ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")  # noqa: S104 - names of a job's server for itself
 

@@ -12,9 +12,9 @@ from gpuhub.broker.ports.headers import Headers
 
 #: Bytes at the beginning of a page in which its head begins; further on, nothing is searched.
 _MAX_SEARCHED = 16 * 1024
-#: Not with `<` in an attribute: a page of `<head <head <head …` would be searched from each of them to its end.
+#: Does not match `<` in an attribute: a page of `<head <head <head …` would be searched from each of them to its end.
 _HEAD = re.compile(rb"<head(\s[^<>]*)?>", re.IGNORECASE)
-#: Where the head of a page begins that does not name it.
+#: Beginning of the head of a page that does not name it.
 _BEGINNING = re.compile(rb"<html(\s[^<>]*)?>|\A\s*<!doctype\s[^<>]*>", re.IGNORECASE)
 #: A file and no part of the page, because a server's own policy may forbid scripts within pages.
 STORAGE_SCRIPT = b"""\

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gpuhub.broker_api.errors import NotKnown
 
-#: Longest time of a visit, seconds.
+#: Maximum time of a visit, seconds.
 VISIT_S = 12 * 3600.0
 #: Visits of one user; a further one ends the oldest.
 MAX_VISITS_PER_USER = 64
@@ -38,7 +38,7 @@ class Visits:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        #: By digest of the key, oldest first.
+        #: Visits by the digest of their key, oldest first.
         self._visits: OrderedDict[bytes, Visit] = OrderedDict()
 
     def open(self, user: str, job_id: str, authorization: str) -> str:

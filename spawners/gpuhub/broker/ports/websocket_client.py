@@ -20,7 +20,7 @@ from gpuhub.common.errors import Unavailable
 
 #: Largest message, bytes.
 MAX_MESSAGE_BYTES = 1024 * 1024
-#: Longest time for the server's answer to the handshake, seconds.
+#: Maximum time for the server's answer to the handshake, seconds.
 _HANDSHAKE_TIMEOUT_S = 30.0
 #: Bytes that are parsed at once; they can be thousands of frames.
 _BLOCK = 4 * 1024

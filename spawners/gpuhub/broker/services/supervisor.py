@@ -18,15 +18,17 @@ log = logging.getLogger(__name__)
 
 #: Interval between two polls of a service's containers, seconds.
 PERIOD_S = 3.0
-#: Delay before a service that ended is started again: doubled each time, up to the second value; seconds.
-FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
+#: First delay before a service that ended is started again, seconds; doubled each time.
+FIRST_DELAY_S = 1.0
+#: Maximum delay, seconds.
+LONGEST_DELAY_S = 60.0
 #: Time after which a service that runs counts as healthy, so that the delay begins again with the first; seconds.
 HEALTHY_S = 60.0
 #: Interval between two attempts of what a node has refused, such as an image that cannot be pulled, seconds.
 REFUSED_DELAY_S = 60.0
 #: Interval between two searches for containers of former services, seconds.
 _CLEAN_PERIOD_S = 30.0
-#: Longest wait of a new start for one that is under way, seconds.
+#: Maximum time that a new start waits for one that is under way, seconds.
 _LOCK_S = 30.0
 
 

@@ -34,8 +34,10 @@ log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 1.0
 #: Interval at which jobs and leases that ended long ago, and old events, are removed, seconds.
 FORGET_S = 3600.0
-#: Ended leases are kept at least this long, since weekly limits count their GPU-hours exactly; events this long.
-LEASES_KEPT_S, EVENTS_KEPT_S = 8 * 86400.0, 90 * 86400.0
+#: Time that ended leases are kept at least, seconds, since weekly limits count their GPU-hours exactly.
+LEASES_KEPT_S = 8 * 86400.0
+#: Time that events are kept, seconds.
+EVENTS_KEPT_S = 90 * 86400.0
 NOTIFICATIONS_KEPT_S = 30 * 86400.0
 
 
@@ -241,7 +243,7 @@ class BrokerState:
         self.request_scheduling()
 
     async def observe(self, record: NodeStatus) -> None:
-        """Take over what a probe read from a node, and serve waiting requests if that changes the capacity."""
+        """Store what a probe read from a node, and serve waiting requests if that changes the capacity."""
         duplicates = self.capacity.inventory.duplicate_uuids
         began = await self.capacity.gpu_records.update(record, duplicates, self.clock.now())
         before = self.capacity.inventory.nodes[record.name]

@@ -98,7 +98,7 @@ class Capacity:
             self.update_node(inventory.nodes[name])
 
     def update_node(self, record: NodeStatus) -> None:
-        """Take over what was read from a node."""
+        """Store what was read from a node."""
         before = self.inventory.nodes[record.name]
         record = record.evolve(faults=self.gpu_records.find_faults(record), power=self.power.get(record.name))
         if record == before:

@@ -44,7 +44,7 @@ class _Account:
     resources: ResourceRequest | None = None
     #: The owner's groups in the hub.
     groups: tuple[str, ...] = ()
-    #: By UUID. Their times are those of the broker's monotonic clock, as that of the last charge.
+    #: Meters by GPU UUID. Their times, like that of the last charge, are those of the broker's monotonic clock.
     meters: dict[str, GpuMeter] = field(default_factory=dict)
     charged_at: float | None = None
 

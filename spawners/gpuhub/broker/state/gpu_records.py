@@ -27,7 +27,7 @@ class GpuRecords:
         return {gpu: faults for gpu, faults in open_faults.items() if faults}
 
     async def update(self, node: NodeStatus, duplicates: Collection[str], now: float) -> Sequence[GpuFault]:
-        """Take over the last reading of a node; return the faults that it shows for the first time.
+        """Process the last reading of a node; return the faults that it shows for the first time.
 
         Args:
             node: The node as last read.

@@ -66,13 +66,13 @@ class IdleNotebooks:
                 yield lease, limits
 
     def record_report(self, lease_id: str, report: ActivityReport) -> None:
-        """Take over what a notebook reports about itself."""
+        """Store what a notebook reports about itself."""
         record = self._records.setdefault(lease_id, _Record())
         record.report, record.reported_at = report, self._clock.monotonic()
         record.is_refused = record.is_refused and not report.is_busy
 
     def update(self, lease: LeaseRow, limits: IdleSettings) -> IdleAssessment | None:
-        """Take over the readings of a notebook's GPUs; return the assessment if its owner is warned from now on."""
+        """Process the readings of a notebook's GPUs; return the assessment if its owner is warned from now on."""
         record, now = self._records.setdefault(lease.id, _Record()), self._clock.monotonic()
         use = self._read_use(lease)
         if use is not None and use < limits.low_use:
@@ -129,7 +129,7 @@ class IdleNotebooks:
             self._records[lease_id].is_refused = True
 
     def forget_warning(self, lease_id: str) -> None:
-        """Have a notebook that is kept or resumed warned again for the whole time."""
+        """Let a notebook that is kept or resumed be warned again for the whole time."""
         if lease_id in self._records:
             self._records[lease_id].warned_at = None
 

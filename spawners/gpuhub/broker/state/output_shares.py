@@ -10,9 +10,11 @@ from gpuhub.common.errors import Conflict
 from gpuhub.domain.clock import Clock, wait_event
 from gpuhub.domain.models import OutputShareRow
 
-#: Maximum number of users with whom one job or notebook is shared, and of shares of one owner.
-MAX_VIEWERS, MAX_SHARES = 16, 100
-#: Longest wait for an expiry, seconds: the clock may be set.
+#: Maximum number of users with whom one job or notebook is shared.
+MAX_VIEWERS = 16
+#: Maximum number of shares of one owner.
+MAX_SHARES = 100
+#: Maximum wait for an expiry, seconds: the clock may be set.
 CLOCK_CHECK_S = 30.0
 
 

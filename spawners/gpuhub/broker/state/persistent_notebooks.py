@@ -1,6 +1,6 @@
 """Notebooks that ask again for their GPUs when their container was lost.
 
-The new request waits in the queue like any other. No spawner polls it, so that the server restarter has the hub start
+The new request waits in the queue like any other. No spawner polls it, so that the server restarter makes the hub start
 the server, which then finds the request.
 """
 

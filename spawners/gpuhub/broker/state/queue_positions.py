@@ -27,7 +27,7 @@ _UNEXPLAINED = "it waits for its turn"
 class QueuePosition:
     """The position of a waiting request."""
 
-    #: From 1.
+    #: Queue position, from 1.
     position: int
     #: One line for people.
     text: str

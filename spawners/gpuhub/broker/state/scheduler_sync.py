@@ -25,13 +25,13 @@ from gpuhub.scheduler.interface import (
     UsageRecord,
 )
 
-#: After a failure the queue is served again after this time, seconds.
+#: Time after a failure until the queue is served again, seconds.
 RETRY_S = 1.0
-#: Longest time between decisions while requests wait, seconds: fair share changes their order though nothing happens.
+#: Maximum time between decisions while requests wait, seconds: fair share changes their order though nothing happens.
 ORDER_PERIOD_S = 30.0
 #: Shortest time between decisions that nothing but time causes, seconds.
 MIN_SLEEP_S = 0.05
-#: After this many half-lives a thousandth of the usage is left.
+#: Number of half-lives after which a thousandth of the usage is left.
 HALF_LIVES = 10
 _WEEK_S = 7 * 86400.0
 

@@ -13,7 +13,8 @@ from gpuhub.domain.models import LeaseRow
 
 #: Maximum number of requests that are shown of the queue's beginning, in addition to the caller's own.
 MAX_QUEUE_SHOWN = 1000
-#: The same for requests with an expected start, which takes a pass through the whole queue for each.
+#: Maximum number of requests that are shown with an expected start, which takes a pass through the whole queue for
+#: each.
 MAX_STARTS_SHOWN = 12
 
 

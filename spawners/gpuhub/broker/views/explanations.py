@@ -1,4 +1,4 @@
-"""Explanations why requests wait: the dearest answer of the broker, so each caller gets one at a time.
+"""Explanations why requests wait: the most expensive answer of the broker, so each caller gets one at a time.
 
 An answer is computed in steps, one for each requirement of the request, between which the event loop serves others.
 """

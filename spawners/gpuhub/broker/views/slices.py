@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 #: Processor time after which others are served, seconds.
 SLICE_S = 0.01
-#: A caller's next turn comes after a pause of this many times the duration of the last one, and at most this many
-#: seconds.
-PAUSE_FACTOR, MAX_PAUSE_S = 3.0, 1.0
+#: Pause before a caller's next turn, as a multiple of the last turn's duration.
+PAUSE_FACTOR = 3.0
+#: Maximum pause, seconds.
+MAX_PAUSE_S = 1.0
 
 
 async def collect(items: Iterable[T]) -> list[T]:

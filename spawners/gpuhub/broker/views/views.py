@@ -265,7 +265,7 @@ class ClusterViewCache:
         self._core = core
         self._backend = backend
         self._access_groups = core.cluster.access_groups
-        #: By caller, the most recent last; None for all users.
+        #: Views by caller, the most recent last; None for all users.
         self._built: OrderedDict[Identity | None, _CachedView] = OrderedDict()
 
     def render(self, caller: Identity) -> bytes:

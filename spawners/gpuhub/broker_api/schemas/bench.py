@@ -8,7 +8,7 @@ from pydantic import FailFast, Field, StringConstraints, model_validator
 
 from gpuhub.broker_api.schemas.leases import WireModel
 
-#: Most cards of one bench: one of each node.
+#: Maximum number of cards of one bench: one of each node.
 MAX_CARDS = 1024
 
 Rate = Annotated[float, Field(gt=0, le=1e18)]
@@ -60,7 +60,7 @@ class BenchView(WireModel):
     #: `YYYY-MM-DD HH:MM`, UTC.
     measured_at: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d$")]
     backend: Literal["nccl", "gloo"]
-    #: By rank.
+    #: Cards by rank.
     cards: Annotated[tuple[BenchCard, ...], Field(min_length=1, max_length=MAX_CARDS), FailFast()]
     links: Annotated[tuple[BenchLink, ...], Field(max_length=MAX_CARDS), FailFast()]
     #: All ranks together; None for one rank.

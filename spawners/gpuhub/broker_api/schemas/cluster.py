@@ -195,7 +195,7 @@ class ProfileView(WireModel):
     gpu_count: int
     #: GPUs in the cluster that can serve it; GPU shares, if the profile grants a share.
     total: int
-    #: Those of them that are free, and not claimed by an earlier request.
+    #: Number of these GPUs or shares that are free, and not claimed by an earlier request.
     free: int
     #: Whether a request would be granted at once.
     starts_now: bool
@@ -325,7 +325,7 @@ class ClusterView(WireModel):
     """The state of the whole cluster at one moment."""
 
     nodes: tuple[NodeView, ...]
-    #: Those that the caller may use.
+    #: Profiles that the caller may use.
     profiles: tuple[ProfileView, ...]
     #: The beginning of the queue, and all requests of the caller.
     queue: tuple[QueueEntry, ...]

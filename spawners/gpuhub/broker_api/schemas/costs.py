@@ -27,7 +27,7 @@ class CostView(WireModel):
     gpu_hours: float
     #: Mean use of its GPUs.
     busy_percent: float | None
-    #: Most memory in use on one GPU, and the memory of that GPU.
+    #: Maximum memory in use on one GPU, and the memory of that GPU.
     peak_memory_mib: int | None
     memory_mib: int
     energy_kwh: float | None

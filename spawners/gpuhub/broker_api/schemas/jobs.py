@@ -116,7 +116,7 @@ class GroupRequest(WireModel):
     #: Id of the group, as that of an array: `after` of other jobs may name it.
     run_id: RunId
     jobs: Annotated[tuple[JobRequest, ...], Field(min_length=2, max_length=16), FailFast()]
-    #: By run id: seconds that a job runs on when all that are not named here have ended. Others end by themselves.
+    #: Run id → seconds that a job runs on when all that are not named here have ended. Others end by themselves.
     auxiliary: Annotated[dict[str, Annotated[int, Field(ge=0, le=86400)]], Field(max_length=15)] = {}
 
 

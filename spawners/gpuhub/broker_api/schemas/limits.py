@@ -11,7 +11,7 @@ from gpuhub.broker_api.schemas.leases import UserName, WireModel
 
 #: Limits that another scheduler enforces where there is one, because it has work from outside gpuhub as well.
 COUNTED_BY_SCHEDULER = frozenset({"max_gpus", "gpu_hours_per_week"})
-#: Longest limit of a lease that can be set, seconds.
+#: Maximum `longest_lease` that can be set, seconds.
 MAX_LEASE_S = 366 * 86400
 _LIMITS = ("max_gpus", "gpu_hours_per_week", "max_waiting", "max_jobs", "longest_lease_s")
 
@@ -27,7 +27,7 @@ class UserLimits(WireModel):
     max_waiting: Annotated[int, Field(ge=1, le=1000)] | None = None
     #: Number of jobs that have not ended.
     max_jobs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    #: Longest duration of a lease, extensions included, seconds.
+    #: Maximum duration of a lease, extensions included, seconds.
     longest_lease_s: Annotated[float, Field(ge=60, le=MAX_LEASE_S)] | None = None
     reason: Annotated[str, StringConstraints(max_length=300)] = ""
 

@@ -1,4 +1,4 @@
-"""Wire models of notifications, and of the destinations to which users have them sent."""
+"""Wire models of notifications, and of the destinations to which they are sent for users."""
 
 from __future__ import annotations
 

@@ -9,8 +9,10 @@ from pydantic import Field
 
 from gpuhub.broker_api.schemas.leases import WireModel
 
-#: Longest and usual time of a share, seconds.
-MAX_SHARE_S, USUAL_SHARE_S = 90 * 86400, 7 * 86400
+#: Maximum duration of a share, seconds.
+MAX_SHARE_S = 90 * 86400
+#: Default duration of a share, seconds.
+USUAL_SHARE_S = 7 * 86400
 
 
 class ShareRequest(WireModel):
@@ -30,7 +32,7 @@ class NotebookShareRequest(ShareRequest):
 class OutputShareView(WireModel):
     """A share, as its owner and its viewer see it."""
 
-    #: Of the job or notebook: all shares of one have the same.
+    #: Id of the job or notebook, equal in all its shares.
     id: str
     #: The job's id and run; empty for a notebook.
     job: str
@@ -51,7 +53,7 @@ class SharedNotebookView(WireModel):
     """A saved notebook, as shown to a user with whom it is shared."""
 
     id: str
-    #: Of its file.
+    #: Name of the notebook file.
     name: str
     owner: str
     saved_at: datetime

@@ -11,11 +11,11 @@ from gpuhub.broker_api.schemas.limits import UserLimitsView
 class UsageSource(StrEnum):
     """Where used GPU-time was counted."""
 
-    #: By the broker, whose fair share uses it.
+    #: Counted by the broker, whose fair share uses it.
     BUILTIN = "builtin"
-    #: By the broker, since Slurm keeps no accounts or does not answer.
+    #: Counted by the broker, since Slurm keeps no accounts or does not answer.
     BROKER = "broker"
-    #: By slurmdbd, including jobs from outside gpuhub.
+    #: Counted by slurmdbd, including jobs from outside gpuhub.
     SLURM = "slurm"
 
 

@@ -1,7 +1,7 @@
 """Creating and removing containers, with texts for users when a mount fails or hangs.
 
-Creating a container twice gives one, and another user's of the same name is never taken over. A dead file server is not
-taken for a dead node.
+Creating a container twice gives one, and another user's container of the same name is never used. A dead file server
+is not taken for a dead node.
 """
 
 from __future__ import annotations

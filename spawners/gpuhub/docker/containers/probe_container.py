@@ -12,7 +12,7 @@ from gpuhub.docker.containers.container_spec import BASE_IMAGE
 
 #: The label of these containers, which belong to no lease: it differs from those of gpuhub's other containers.
 LABEL_DOCTOR = "gpuhub.doctor"
-#: Longest run, seconds.
+#: Maximum duration of a probe, seconds.
 _RUN_S = 60
 
 

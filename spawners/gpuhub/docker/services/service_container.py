@@ -43,7 +43,7 @@ _DATA_PARENT = "/parent"
 _DATA_TIMEOUT_S = 30.0
 #: Time that a service has to end before it is replaced, seconds.
 STOP_S = 10
-#: Most lines of a service's output that can be read at once.
+#: Maximum number of lines of a service's output that can be read at once.
 MAX_LOG_LINES = 10_000
 
 
@@ -106,7 +106,7 @@ async def find_build(daemons: DockerClients, node: str, service: ServiceSettings
 
 
 async def pull_image(daemons: DockerClients, node: str, image: str) -> None:
-    """Have a node pull an image; this takes up to half an hour.
+    """Let a node pull an image; this takes up to half an hour.
 
     Raises:
         ImageMissing: It could not; the text has Docker's reason.

@@ -15,16 +15,18 @@ from gpuhub.config.settings import ClusterSettings, NodeSettings
 from gpuhub.docker.client import DockerClients
 
 SWARM_PORT = 2377
-#: Longest wait for the managers to agree on a leader after one has gone or come back, seconds. An election takes 10 to
+#: Maximum wait for the managers to agree on a leader after one has gone or come back, seconds. An election takes 10 to
 #: 20 s, and the first may have no winner.
 _ELECTION_DEADLINE_S = 60.0
-#: Longest waits for new managers, and for roles altogether, seconds. For 35 s a manager that has lost its role may be
-#: unable to have it again.
-_PROMOTION_DEADLINE_S, _ROLES_DEADLINE_S = 60.0, 90.0
-#: Longest wait for an answer at a port, seconds.
+#: Maximum wait for new managers, seconds. For 35 s a manager that has lost its role may be unable to have it again.
+_PROMOTION_DEADLINE_S = 60.0
+#: Maximum wait for all changes of roles together, seconds.
+_ROLES_DEADLINE_S = 90.0
+#: Maximum wait for an answer at a port, seconds.
 _PORT_DEADLINE_S = 3.0
 _PAUSE_S = 0.5
-#: In Docker's errors of a node that cannot answer for the Swarm: its managers have no leader, or it is no manager.
+#: Parts of Docker's errors of a node that cannot answer for the Swarm: its managers have no leader, or it is not a
+#: manager.
 _NO_LEADER = ("does not have a leader", "context deadline exceeded", "no elected primary cluster manager")
 _NO_MANAGER = ("not a swarm manager", "not part of a swarm")
 

@@ -20,7 +20,7 @@ DATABASES = "databases"
 #: Folder with an administrator's own files for JupyterHub, next to jupyterhub_config.py.
 OWN_CONFIG = "jupyterhub_config.d"
 CLUSTER_FILE = "cluster.toml"
-#: Larger files are left out: none of gpuhub's own is.
+#: Maximum size of a file in a backup, bytes. Larger files are left out; gpuhub's own are smaller.
 MAX_FILE_BYTES = 64 << 20
 #: Ends of names of files that mean nothing on another head: databases are copied in another way.
 _EXCLUDED = (".sqlite", ".sqlite-wal", ".sqlite-shm", ".sqlite-journal", ".lock", ".new")

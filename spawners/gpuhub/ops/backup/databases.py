@@ -18,8 +18,10 @@ from gpuhub.common.paths import Paths
 from gpuhub.config.database import DatabaseSettings, build_libpq_url, schema_name
 
 BROKER_COPY, HUB_COPY, DUMP = "broker.sqlite", "hub.sqlite", "postgresql.dump"
-#: Wait for a writer of SQLite, seconds; and longest run of a program of PostgreSQL, seconds.
-_BUSY_S, _PROGRAM_S = 30, 3600
+#: Maximum wait for a writer of SQLite, seconds.
+_BUSY_S = 30
+#: Maximum duration of a program of PostgreSQL, seconds.
+_PROGRAM_S = 3600
 
 
 def copy_databases(database: DatabaseSettings, paths: Paths, folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ _BOOTED = Path("/run/systemd/system")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 #: Images may have to be built at the first start.
 _START_TIMEOUT = "1h"
-#: Longest wait for one command of systemctl, seconds.
+#: Maximum wait for one command of systemctl, seconds.
 _DEADLINE_S = 60
 
 #: Runs a command of systemctl with these words.

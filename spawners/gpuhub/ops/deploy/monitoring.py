@@ -28,7 +28,7 @@ from gpuhub.tls import public_access
 
 #: The user of Debian's package, and of the data folder.
 USER = "prometheus"
-#: Below gpuhub's source tree.
+#: Path of the alert rules below gpuhub's source tree.
 RULES = Path("docs/monitoring/alerts.yml")
 #: Path of each scraped service below the hub's address, by Prometheus' name of the job; the rules use these names.
 TARGETS = {"gpuhub-broker": "/services/broker/api/v1/metrics", "gpuhub-hub": "/hub/metrics"}

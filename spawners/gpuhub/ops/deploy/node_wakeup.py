@@ -12,8 +12,10 @@ from gpuhub.docker.client import DockerClients
 from gpuhub.nodes.power_switch import switch_on
 from gpuhub.ops.console import StepReport
 
-#: Interval between two questions whether a node answers, and between two magic packets, seconds.
-_POLL_S, _RESEND_S = 1.0, 10.0
+#: Interval between two checks whether a node answers, seconds.
+_POLL_S = 1.0
+#: Interval between two magic packets, seconds.
+_RESEND_S = 10.0
 
 
 async def wake_nodes(daemons: DockerClients, cluster: ClusterSettings, report: StepReport) -> None:

@@ -27,9 +27,9 @@ from gpuhub.config.settings import ClusterSettings
 PROXY = "proxy"
 BROKER = "broker"
 HUB = "hub"
-#: Only with `endpoint` in [guests].
+#: The service for guests; runs only with `endpoint` in [guests].
 GUESTS = "guests"
-#: Only with `make up MONITORING=1`; see `monitoring`.
+#: Prometheus; runs only with `make up MONITORING=1`, see `monitoring`.
 PROMETHEUS = "prometheus"
 #: Variables of the shell that would change the certificates or the daemon that Python's libraries use.
 _STRIPPED = frozenset(

@@ -25,7 +25,7 @@ from gpuhub.ops.deploy import programs
 from gpuhub.ops.deploy.cluster_choice import find_provider
 from gpuhub.ops.deploy.programs import Supervisor
 
-#: Longest wait until Swarm has ended the tasks of removed containers, after a node's link broke; seconds.
+#: Maximum wait until Swarm has ended the tasks of removed containers, after a node's link broke; seconds.
 SWARM_TASKS_DEADLINE_S = 30.0
 _SWARM_TASKS_POLL_S = 0.5
 

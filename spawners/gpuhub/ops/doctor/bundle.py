@@ -33,10 +33,12 @@ from gpuhub.ops.doctor.findings import Finding, build_json, format_findings
 #: The last bytes of each log, and of all logs together.
 MAX_LOG_BYTES = 2 << 20
 MAX_LOGS_BYTES = 20 << 20
-#: What replaces a secret.
+#: Replacement of a secret.
 REMOVED = "[removed]"
-#: Shorter secrets are replaced where they stand alone, and still shorter ones nowhere: they would be found in words.
-_LONG_SECRET, _LEAST_SECRET = 8, 4
+#: Secrets shorter than this are replaced only where they stand alone.
+_LONG_SECRET = 8
+#: Secrets shorter than this are not replaced: they would be found in words.
+_LEAST_SECRET = 4
 #: Keys of cluster.toml with lists of NAME=VALUE, and with commands, whose arguments may be secrets.
 _VARIABLES, _COMMANDS = frozenset({"environment", "variables"}), frozenset({"command", "on", "off"})
 #: Parts of names whose values are secrets, and keys of cluster.toml with such a name and another value.
@@ -102,7 +104,7 @@ def find_secrets(cluster: ClusterSettings, paths: Paths) -> frozenset[str]:
     settings = cluster.model_dump()
     files = [path for path in (*paths.secrets.rglob("*"), *_find_secret_files(settings)) if path.is_file()]
     lines = {line.strip() for path in files for line in path.read_text(encoding="utf-8", errors="replace").splitlines()}
-    # Of a destination of notifications, such as tgram://TOKEN/CHAT, a log may have a part.
+    # A log may have a part of a notification's destination, such as tgram://TOKEN/CHAT.
     parts = {part for line in lines if "://" in line for part in re.split(r"[/:@?&=]+", line)}
     values = {
         variable.partition("=")[2]

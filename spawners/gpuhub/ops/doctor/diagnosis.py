@@ -49,7 +49,7 @@ from gpuhub.ops.images.wheels import find_torch_cuda
 #: Each entry point is a `BackendReader`; a backend without one has nothing to check.
 ENTRY_POINTS = "gpuhub.backend_checks"
 HEAD = "head node"
-#: With a space, which no node's name has.
+#: Name under which the room is listed among the nodes; it has a space, which no node's name has.
 ROOM = "the room"
 #: Where Docker keeps its data on the head node, unless a node's daemon there says otherwise.
 _DOCKER_ROOT = "/var/lib/docker"

@@ -66,7 +66,7 @@ def format_findings(findings: Sequence[Finding], width: int | None = None) -> st
 
 
 def wrap_text(text: str, indent: str, width: int | None) -> list[str]:
-    """Return a text as lines of at most `width` columns, all but the first with the indent; as it is for None."""
+    """Return a text as lines of at most `width` columns, all except the first with the indent; as it is for None."""
     if width is None or width <= len(indent) + 20:
         return [text]
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

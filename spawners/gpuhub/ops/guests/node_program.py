@@ -36,8 +36,10 @@ USER, SSH_PORT = "gpuhub-guest", 8022
 CONFIG, WISHES, STATUS = FOLDER / "config.json", FOLDER / "wishes.json", RUN / "status.json"
 #: WireGuard's headers over IPv6, and the limits of what is tried, bytes.
 OVERHEAD, LEAST_MTU, MOST_MTU = 80, 1280, 1420
-#: Seconds between two reports to the head node, and before the first one counts as failed.
-PERIOD_S, JOIN_S = 3.0, 60.0
+#: Interval between two reports to the head node, seconds.
+PERIOD_S = 3.0
+#: Time after which the first report counts as failed, seconds.
+JOIN_S = 60.0
 #: Without an answer of the head node, the name of its endpoint is resolved again after this time, seconds.
 RESOLVE_S = 30.0
 #: Without an answer of the head node, jobs get this time after a pause, seconds.

@@ -26,7 +26,7 @@ from gpuhub.ops.images.wheels import ensure_lab_wheel, ensure_locked_wheels, ens
 
 _BLOCK = 512
 _CHUNK = 1 << 20
-#: Longest time without output of a running build, which unpacks the CUDA libraries on a slow disk; seconds.
+#: Maximum time without output of a running build, which unpacks the CUDA libraries on a slow disk; seconds.
 _OUTPUT_TIMEOUT_S = 1800.0
 _KEPT_LINES = 20
 _STAGE_LABEL = "gpuhub.stage=build"
@@ -36,10 +36,10 @@ _STAGE_LABEL = "gpuhub.stage=build"
 class BuiltImage:
     """An image on the daemon that built it."""
 
-    #: With the hash as tag.
+    #: Name of the image, with the hash as tag.
     name: str
     id: str
-    #: In bytes.
+    #: Size of the image, bytes.
     size: int
 
 
@@ -70,7 +70,7 @@ def build_images(
     missing = plan.list_missing(families, lambda name: find_image(client, name) is not None)
     downloaded = {*missing} & {build_plan.TORCH, *build_plan.LOCKS}
     if downloaded or build_plan.BASE in missing:
-        # With pip for all builds, and NVIDIA's module for the base.
+        # This package set has pip for all builds, and NVIDIA's module for the base.
         downloaded.add(build_plan.SCIENCE)
     # All kinds of packages are downloaded at the same time, also while the first images are built.
     with ThreadPoolExecutor(len(downloaded) + 1, "wheels") as pool:

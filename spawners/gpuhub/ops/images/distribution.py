@@ -20,7 +20,7 @@ from gpuhub.ops.images.image_source import ImageSource, count_known_layers
 from gpuhub.ops.images.lab_assets import ensure_lab_assets
 from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, ProgressTerminal
 
-#: In the folder of the images: when `gpuhub up --refresh` was last done.
+#: File in the folder of the images: when `gpuhub up --refresh` was last done.
 _REFRESH_FILE = "refreshed"
 #: First letters of the tags that `pin` gives, and digits of an image's id in them.
 PINNED = "pinned-"

@@ -29,7 +29,7 @@ class NodeImage:
     id: str
     #: Names with tags, in order; those of other images of the node are not here.
     names: tuple[str, ...]
-    #: In bytes, with the layers that it shares with other images.
+    #: Size of the image, bytes, with the layers that it shares with other images.
     size: int
     made_at: datetime
     #: Number of the node's containers that use it, also stopped ones.

@@ -19,7 +19,7 @@ from typing import TextIO
 from gpuhub.common.errors import SetupError
 
 _KEPT_LINES = 15
-#: Between two plain lines of a step, seconds.
+#: Interval between two plain lines of a step, seconds.
 LINE_INTERVAL_S = 5.0
 _REDRAW_S = 0.1
 _TEXT_WIDTH = 90

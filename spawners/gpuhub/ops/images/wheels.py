@@ -22,12 +22,12 @@ from gpuhub.ops.images.progress import ProgressCallback, ProgressStep, run_with_
 #: Python and C library of Debian bookworm, which the wheels must fit; the head node may have others.
 _PYTHON = "3.11"
 _GLIBC_MINORS = range(5, 37)
-#: Longest download, seconds: the CUDA build of torch has some 3 GB with its libraries.
+#: Maximum duration of the download, seconds: the CUDA build of torch has some 3 GB with its libraries.
 _DEADLINE_S = 2 * 3600.0
 _LABEL = "Python packages"
 #: Name of the wheels of torch.
 TORCH_WHEELS = "torch"
-#: Longest build of gpu-launch's wheel, seconds.
+#: Maximum duration of the build of gpu-launch's wheel, seconds.
 _LAPTOP_BUILD_S = 300.0
 _LAPTOP_LABEL = "gpu-launch for laptops"
 #: What does not belong to the sources of gpu-launch in the folder of its distribution.

@@ -40,7 +40,7 @@ from gpuhub.tls.authority import (
     utc_now,
 )
 
-#: Longest wait for an answer of the daemon, seconds.
+#: Maximum wait for an answer of the daemon, seconds.
 _ANSWER_S = 5.0
 #: The port on which a daemon accepts TLS connections.
 DOCKER_TLS_PORT = 2376

@@ -25,7 +25,7 @@ from gpuhub.ops.provision.node_join import verify_host_keys
 from gpuhub.ops.provision.preparation_plan import PreparationPlan, PreparationStep, build_plan, describe_state
 from gpuhub.ops.provision.ssh_session import SshSession, SshTarget, parse_target, resolve_direct_target
 
-#: Longest duration of one step, seconds: a driver's kernel modules are compiled after a download of some 500 MB.
+#: Maximum duration of one step, seconds: a driver's kernel modules are compiled after a download of some 500 MB.
 _STEP_S = 3600.0
 
 

@@ -30,7 +30,7 @@ from gpuhub.ops.provision.ssh_session import SshSession, SshTarget, parse_target
 _REASON = "it is being removed from the cluster"
 #: Longer than the broker waits for a hub that does not stop a notebook, seconds.
 _DRAIN_S = 120.0
-#: Between two queries of the node's leases, seconds.
+#: Interval between two queries of the node's leases, seconds.
 _POLL_S = 0.5
 #: States of nodes that take no new work.
 _CLOSED_STATES = frozenset({NodeState.CORDONED, NodeState.DRAINING})

@@ -22,8 +22,8 @@ SUPPORTED_RELEASES = {"debian": ("12", "13"), "ubuntu": ("22.04", "24.04")}
 TOOLKIT_REPOSITORY = "https://nvidia.github.io/libnvidia-container"
 _TOOLKIT_KEYRING = "/usr/share/keyrings/nvidia-container-toolkit-keyring.asc"
 _TOOLKIT_LIST = "/etc/apt/sources.list.d/nvidia-container-toolkit.list"
-#: Nothing is removed, no changed configuration file is replaced, no service restarts without need, and another apt that
-#: runs is waited for.
+#: Command that installs packages: nothing is removed, no changed configuration file is replaced, no service restarts
+#: without need, and another apt that runs is waited for.
 INSTALL_COMMAND = (
     "DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get install -q -y --no-remove --no-install-recommends "
     "-o Dpkg::Options::=--force-confold -o DPkg::Lock::Timeout=300"
@@ -45,7 +45,7 @@ exit 1"""
 class PreparationStep:
     """One change of a machine."""
 
-    #: The same in every plan, so that a later plan shows whether the step is still missing.
+    #: Name of the step, equal in every plan, so that a later plan shows whether the step is still missing.
     key: str
     #: The change as the administrator reads it: `install chrony (from Debian)`.
     title: str

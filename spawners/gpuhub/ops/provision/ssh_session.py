@@ -25,8 +25,9 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]{0,252}[A-Za-z0-9])?")
 _ALIAS = "gpuhub-new-node"
 #: Arguments without a meaning to a shell.
 _PLAIN = re.compile(r"[A-Za-z0-9/._:,+=@-]+")
-#: Longest wait for a login, which may ask for a password, and for a script, seconds.
+#: Maximum wait for a login, which may ask for a password, seconds.
 _LOGIN_S = 120
+#: Maximum duration of a script, seconds.
 _SCRIPT_S = 90
 #: Under `sudo`, the keys and the agent of its caller are used.
 _CALLER = "SUDO_USER"

@@ -23,12 +23,13 @@ from gpuhub.ops.images import distribution
 from gpuhub.ops.images.progress import ProgressCallback
 from gpuhub.ops.slurm.machines import HEAD, ScriptRunner, SlurmMachine, on_all, open_machines
 
-#: In the folder of the images: what the image file was made from.
+#: File in the folder of the images: what the image file was made from.
 _RECORD_FILE = "apptainer.json"
-#: For a checksum on a slow disk, and for a copy at 2 MB/s; seconds.
+#: Time limit of a checksum on a slow disk, seconds.
 _CHECKSUM_S = 900.0
+#: Minimum speed of a copy that its time limit assumes, bytes per second.
 _BYTES_PER_S = 2_000_000
-#: Of a checksum, in tables.
+#: Digits of a checksum that tables show.
 _DIGITS = 12
 #: $1: the image file.
 _READ = """\
@@ -39,7 +40,7 @@ sha256sum <"$1" | cut -c 1-64
 #: The copy on standard input becomes $1 if its checksum is $2. Login shells of any kind pass it on to `sh -c`.
 _RECEIVE = (
     'set -eu; umask 022; folder=$(dirname "$1"); mkdir -p "$folder"; '
-    # Of copies that broke off.
+    # Remove what is left of copies that broke off.
     'find "$folder" -maxdepth 1 -name "$(basename "$1").*.partial" -mmin +1440 -delete; '
     'partial=$(mktemp "$1.XXXXXXXX.partial"); trap "rm -f $partial" EXIT; cat >"$partial"; '
     '[ "$(sha256sum <"$partial" | cut -c 1-64)" = "$2" ] || { echo "the copy is incomplete" >&2; exit 1; }; '
@@ -69,7 +70,7 @@ class NodeImageFile:
     """The image file on a node, and whether Apptainer runs it there."""
 
     node: str
-    #: In bytes; 0 if the file is missing.
+    #: Size of the image file, bytes; 0 if it is missing.
     size: int = 0
     sha256: str = ""
     #: Apptainer's version; empty if it cannot run the image.

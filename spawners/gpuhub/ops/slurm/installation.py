@@ -24,10 +24,11 @@ from gpuhub.ops.slurm.machine_state import SlurmMachineState, parse_slurm_state,
 from gpuhub.ops.slurm.machines import ScriptRunner, SlurmMachine, on_all, open_machines
 from gpuhub.ops.slurm.plan import MachineRole, build_slurm_plan, format_differences
 
-#: Longest duration of one step, seconds.
+#: Maximum duration of one step, seconds.
 _STEP_S = 1800.0
-#: Longest wait for all nodes to be ready, and between two queries, seconds.
+#: Maximum wait for all nodes to be ready, seconds.
 _READY_S = 60.0
+#: Interval between two queries of their states, seconds.
 _POLL_S = 1.0
 #: States of nodes that take work, in sinfo's long form; `*` after them is for a node that does not answer.
 _READY_STATES = frozenset({"idle", "mixed", "allocated"})
@@ -66,7 +67,7 @@ class _Survey:
     """The machines, the head first, as they are and as they will be used."""
 
     machines: Sequence[SlurmMachine]
-    #: By the machine's name.
+    #: State by the machine's name.
     states: Mapping[str, SlurmMachineState]
     roles: Mapping[str, MachineRole]
 

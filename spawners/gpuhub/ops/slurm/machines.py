@@ -23,7 +23,7 @@ M = TypeVar("M")
 T = TypeVar("T")
 #: The name of the head node where it is not a node of cluster.toml.
 HEAD = "head"
-#: Longest duration of a script, seconds.
+#: Maximum duration of a script, seconds.
 _SCRIPT_S = 90.0
 
 

@@ -17,8 +17,10 @@ LEAST_TOGETHER = 2.95 / 3
 PAYS = 1.1
 #: Largest deviation of a matrix product in 32 bits from the exact one, which TF32 keeps too.
 _PRODUCT_TOLERANCE = 2e-3
-#: Largest deviations of gradients: ranks have the same ones, and one process adds in another order.
-_RANKS_TOLERANCE, _SINGLE_TOLERANCE = 1e-6, 1e-4
+#: Maximum difference between the gradients of ranks.
+_RANKS_TOLERANCE = 1e-6
+#: Maximum difference from the gradients of one process, which adds in another order.
+_SINGLE_TOLERANCE = 1e-4
 _TFLOPS, _GBIT = "TFLOP/s", "Gbit/s"
 
 CheckedPart = tuple[list[Check], list[Figure]]

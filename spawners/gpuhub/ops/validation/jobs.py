@@ -32,7 +32,7 @@ RESULT = "result.json"
 _RUN_FOLDERS = ".gpu_launch/jobs"
 #: The user's token also ends with the command; hours for the largest clusters. Seconds.
 _TOKEN_S = 6 * 3600
-#: Longest time of one long poll, seconds.
+#: Maximum time of one long poll, seconds.
 _POLL_S = 20.0
 #: Time in which a job that is ended has removed its containers, seconds.
 _END_S = 30.0

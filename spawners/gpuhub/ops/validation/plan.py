@@ -12,8 +12,10 @@ from gpuhub.ops.validation.report import Check, failed, info, passed
 
 #: Time that a job may take from the request to its end, besides what its program measures; seconds.
 JOB_LIMIT_S = 240.0
-#: Time that a GPU is measured, and that a connection between two nodes is used, seconds.
-COMPUTE_S, TRANSFER_S = 3.0, 1.0
+#: Duration of the measurement of a GPU, seconds.
+COMPUTE_S = 3.0
+#: Duration of a transfer between two nodes, seconds.
+TRANSFER_S = 1.0
 #: Time for the steps of DDP, whose gradients take 9 s in each at 100 Mbit/s, seconds.
 STEPS_S = 120.0
 #: Time in which all GPUs must be free after the last job, seconds.

@@ -52,7 +52,7 @@ _MAX_CLASSES = 65536
 class CapacityClass:
     """Free capacity of a node, with equal GPUs sorted by what is free of them. Equal nodes share one instance."""
 
-    #: By position: card numbers, free thousandths, and the number of shares of each GPU (0: not divided).
+    #: Lists by position: card numbers, free thousandths, and the number of shares of each GPU (0: not divided).
     cards: tuple[int, ...]
     free: tuple[int, ...]
     share_counts: tuple[int, ...]

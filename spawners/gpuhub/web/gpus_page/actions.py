@@ -86,7 +86,7 @@ class KeepAction(_PageAction):
 
 
 class SuspendAction(_PageAction):
-    """Suspends a notebook, or has it wait for its GPU."""
+    """Suspends a notebook, or resumes it when its GPU is free."""
 
     do: Literal["suspend", "resume"]
     lease: _Id

@@ -36,8 +36,10 @@ MAX_STREAM_S = 240.0
 SEND_TIMEOUT_S = 30.0
 #: Time after which a browser connects again, milliseconds.
 RETRY_MS = 2000
-#: Output of a job that is shown first, bytes, and the most that is sent at once and in `PERIOD_S`.
-OUTPUT_TAIL_BYTES, OUTPUT_BYTES = 64 * 1024, 128 * 1024
+#: Output of a job that is shown first, bytes.
+OUTPUT_TAIL_BYTES = 64 * 1024
+#: Maximum output that is sent at once and in each `PERIOD_S`, bytes.
+OUTPUT_BYTES = 128 * 1024
 
 
 class PageUpdates:

@@ -23,10 +23,16 @@ from gpuhub.web.spawn_form import find_user_groups
 T = TypeVar("T")
 K = TypeVar("K")
 
-#: Pauses before a stream is opened again, seconds: the first, and the longest after repeated failures.
-RETRY_S, MAX_RETRY_S = 0.5, 10.0
-#: Maximum number of pages, and of outputs of jobs, that one user has open; and of all users together.
-MAX_PAGES, MAX_OUTPUTS, MAX_VIEWERS = 6, 3, 2000
+#: First pause before a stream is opened again, seconds.
+RETRY_S = 0.5
+#: Maximum pause after repeated failures, seconds.
+MAX_RETRY_S = 10.0
+#: Maximum number of pages that one user has open.
+MAX_PAGES = 6
+#: Maximum number of outputs of jobs that one user has open.
+MAX_OUTPUTS = 3
+#: Maximum number of pages and outputs that all users together have open.
+MAX_VIEWERS = 2000
 
 
 class Feed(Generic[T]):

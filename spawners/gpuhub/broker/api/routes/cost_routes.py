@@ -12,7 +12,7 @@ from gpuhub.broker.api.problems import document_problems
 from gpuhub.broker.operations.costs import CostOperations
 from gpuhub.broker_api.schemas import CostView, ReportDimension, ReportView
 
-#: Most records of one answer.
+#: Maximum number of records of one answer.
 MAX_RECORDS = 200
 
 

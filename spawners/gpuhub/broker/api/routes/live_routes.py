@@ -19,7 +19,7 @@ from gpuhub.broker.api.streams import AccessWatch
 from gpuhub.broker.operations.live import LiveViews
 from gpuhub.domain.models import Identity
 
-#: Longest duration of a stream, seconds; the client then connects again.
+#: Maximum duration of a stream, seconds; the client then connects again.
 MAX_STREAM_S = 600.0
 #: Time after which a client connects again, milliseconds.
 _RETRY_MS = 2000

@@ -47,9 +47,9 @@ STORAGE_SCRIPT = "/storage.js"
 _STORAGE_PATH = dependencies.PREFIX + STORAGE_SCRIPT
 #: The page of the hub that opens a visit.
 HUB_PAGE = "/hub/gpuhub/ports"
-#: Longest time to wait until a connection to a server takes a part of a request, seconds.
+#: Maximum time to wait until a connection to a server takes a part of a request, seconds.
 _WRITE_TIMEOUT_S = 120.0
-#: Longest silence of a client within a request's body, seconds.
+#: Maximum silence of a client within a request's body, seconds.
 _BODY_TIMEOUT_S = 120.0
 #: Time after which a browser asks again for a server that does not answer yet, seconds.
 _REFRESH_S = 3
@@ -91,7 +91,7 @@ class PortTarget:
     #: Path and query for the server, as the visitor sent them.
     target: bytes
     watch: AccessWatch
-    #: As what the visitor's requests count.
+    #: Kind of stream as which the visitor's requests count.
     kind: access.StreamKind
 
 

@@ -31,7 +31,7 @@ from gpuhub.domain.models import JobRow, WorkerRow
 #: Exit code that is reported for a terminal that failed.
 BROKEN_EXIT_CODE = 255
 _MAX_CELLS = 1000
-#: Longest message about the size, characters; a longer one is not parsed.
+#: Maximum length of a message about the size, characters; a longer one is not parsed.
 _MAX_RESIZE_CHARACTERS = 100
 
 Cells = Annotated[int, Query(ge=1, le=_MAX_CELLS)]

@@ -113,7 +113,7 @@ class MachineConditions:
         self._open = set(open_subjects)
 
     def update(self, conditions: Iterable[Condition], now: float) -> list[NotificationRow]:
-        """Take over what is known now; return the notifications of what has changed."""
+        """Store what is known now; return the notifications of what has changed."""
         rows = []
         for condition in conditions:
             if condition.is_open == (condition.subject in self._open):

@@ -56,13 +56,13 @@ log = logging.getLogger(__name__)
 
 #: Interval between two polls of a node, seconds.
 POLL_PERIOD_S = 2.0
-#: The same after a failed poll of a node that is up, and while a GPU waits for a reading that shows it empty, seconds.
+#: Interval after a failed poll of a node that is up, and while a GPU waits for a reading that shows it empty, seconds.
 RETRY_POLL_PERIOD_S = 1.0
-#: The same of a node that sleeps, seconds.
+#: Interval between two polls of a node that sleeps, seconds.
 ASLEEP_POLL_PERIOD_S = 5.0
 #: Minimum interval between two polls of a node, also where a poll was requested, seconds.
 MIN_POLL_PERIOD_S = 0.02
-#: Time of a list during which the clock was set: it is no proof for any lease.
+#: Time of an observation during which the clock was set: it proves nothing for any lease.
 _NEVER = float("-inf")
 
 

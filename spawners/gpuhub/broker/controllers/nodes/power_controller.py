@@ -36,8 +36,10 @@ CHECK_PERIOD_S = 2.0
 STOP_TIMEOUT_S = 180.0
 #: Interval of magic packets, which may get lost, while a node is being woken, seconds.
 RESEND_PERIOD_S = 10.0
-#: Time after which a node that refused to sleep, or had a container of no lease, is asked again, seconds.
-REFUSED_PAUSE_S, CONTAINER_PAUSE_S = 600.0, 30.0
+#: Pause before a node that refused to sleep is asked again, seconds.
+REFUSED_PAUSE_S = 600.0
+#: Pause before a node that had a container of no lease is asked to sleep again, seconds.
+CONTAINER_PAUSE_S = 30.0
 #: Kinds of containers that run on an idle node, and continue after it has slept.
 _RESIDENT_KINDS = frozenset({names.KIND_AGENT, names.KIND_FIREWALL})
 

@@ -39,7 +39,7 @@ gpu_faults = Table(
     Column("kind", String(8), primary_key=True),
     Column("code", Integer, primary_key=True, autoincrement=False),
     Column("node", String(64), nullable=False),
-    #: By the node's clock.
+    #: Time of the fault by the node's clock.
     Column("occurred_at", Float, nullable=False),
     Column("noticed_at", Float, nullable=False),
     Column("boot_id", String(64)),

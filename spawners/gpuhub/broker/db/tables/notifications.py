@@ -41,7 +41,7 @@ notifications = Table(
     "notifications",
     metadata,
     Column("seq", Integer, primary_key=True),
-    #: The same event makes one notification, even if it is reported again after a restart.
+    #: Identifies the event, which makes one notification, even if it is reported again after a restart.
     Column("key", String(200), nullable=False, unique=True),
     Column("kind", String(24), nullable=False),
     Column("owner", String(64)),
@@ -56,7 +56,7 @@ notifications = Table(
 Index("ix_notifications_owner_seq", notifications.c.owner, notifications.c.seq)
 Index("ix_notifications_subject", notifications.c.subject)
 
-#: Where users have notifications sent; `url` is encrypted.
+#: Destinations of users' notifications; `url` is encrypted.
 destinations = Table(
     "destinations",
     metadata,

@@ -82,7 +82,7 @@ cost_records = Table(
 )
 Index("ix_cost_records_owner_ended_at", cost_records.c.owner, cost_records.c.ended_at)
 
-#: The same by day (since 1970, UTC), which stays after leases and jobs were deleted.
+#: What was used and cost by day (since 1970, UTC), which stays after leases and jobs were deleted.
 cost_days = Table(
     "cost_days",
     metadata,

@@ -46,7 +46,7 @@ class NodeEnvironment:
     #: The head node's address, and its ports that containers need: name → number.
     head: str
     head_ports: Mapping[str, int] = field(default_factory=dict)
-    #: Those of the ports on which something listens; the others cannot be checked.
+    #: Ports to check on which something listens; the others cannot be checked.
     listening_ports: frozenset[int] = frozenset()
     #: `host:port` of the storage's NFS servers.
     nfs_servers: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ from gpuhub.slurm_client.site import check_site
 
 #: The commands that gpuhub runs; `sacctmgr` and `sacct` only where there is accounting.
 _COMMANDS = ("sbatch", "squeue", "sinfo", "scontrol", "scancel", "sacctmgr", "sacct")
-#: Longest wait for a command, seconds.
+#: Maximum wait for a command, seconds.
 _TIMEOUT_S = 15
 #: The default of Slurm's commands.
 _CONF = Path("/etc/slurm/slurm.conf")

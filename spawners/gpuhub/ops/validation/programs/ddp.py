@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 #: Elements of the reduced tensor, and samples of each rank.
 _ELEMENTS, _SAMPLES, _WIDTH = 1 << 20, 16, 64
-#: Of the steps that are measured: the model has 16.8 million weights, with 67 MB of gradients.
+#: Sizes of the measured steps: the model has 16.8 million weights, with 67 MB of gradients.
 _STEPS, _STEP_SAMPLES, _STEP_WIDTH, _STEP_HIDDEN = 5, 16, 2048, 4096
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-#: What the practice closet mounts into containers with a simulated GPU.
+#: Folder that the practice closet mounts into containers with a simulated GPU.
 SIMULATED = Path("/usr/share/nvidia-simulated")
 #: The sides of the measured matrices on a GPU and on a CPU, and of the one that is compared.
 _GPU_SIZE, _CPU_SIZE, _COMPARED_SIZE = 8192, 1024, 512
