@@ -149,6 +149,9 @@ def test_up_starts_without_a_node_that_is_away(closet: Any, tmp_path: Path, clea
     A node that was never set up at its address ends the start instead, also with the same name.
     """
     file = write(closet, tmp_path)
+    # The broker of an earlier test knows the GPUs.
+    for database in Paths(INSTANCE).state.glob("broker.sqlite*"):
+        database.unlink()
     practice_closet.set_fault(closet.paths, "rig3", 0, GpuFault.DRIVER_MISMATCH)
     done = gpuhub("up", file)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -162,7 +165,7 @@ def test_up_starts_without_a_node_that_is_away(closet: Any, tmp_path: Path, clea
         done = gpuhub("up", file)
         assert done.returncode == 0, done.stdout + done.stderr
         [away] = find_warnings(done.stdout)
-        assert re.search(r"node rig2: its Docker daemon did .* gpuhub starts without it", away), away
+        assert re.search(r"node rig2: its Docker daemon does not answer in time\. gpuhub starts without it", away), away
         ada = log_in("https://127.0.0.1:18200", "ada", secrets.read_secret(Paths(INSTANCE), secrets.USER_PASSWORD))
         ada.close()
     done = gpuhub("up", file)
