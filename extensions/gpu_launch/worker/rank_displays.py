@@ -78,7 +78,8 @@ _state = _RankDisplays()
 
 def install(*, is_cell: bool) -> None:
     """Send what this process displays to the notebook, if the launch is shown in one; `is_cell` if it runs a cell."""
-    _state.runs_cells = is_cell
+    if is_cell:
+        expect_cells()
     path = os.environ.get(displays.VARIABLE, "").replace("{rank}", os.environ.get("RANK", "0"))
     if not path or importlib.util.find_spec("IPython") is None:
         return
@@ -94,8 +95,10 @@ def install(*, is_cell: bool) -> None:
 
 
 def expect_cells() -> None:
-    """Note that this process runs cells, each of which ends with `end_cell`."""
+    """Note that this process runs cells, each of which ends with `end_cell` and may use `display`."""
     _state.runs_cells = True
+    if importlib.util.find_spec("IPython") is not None:
+        builtins.display = _display  # type: ignore[attr-defined]
 
 
 def count_displays() -> int:
@@ -124,8 +127,9 @@ def show_value(value: Any) -> bool:
 
 
 def _display(*objects: Any, **options: Any) -> Any:
-    """Display objects, as in a notebook; see IPython.display.display."""
-    _find_shell()
+    """Display objects, as in a notebook, or as text where none shows them; see IPython.display.display."""
+    if _state.writer is not None:
+        _find_shell()
     from IPython.display import display
 
     return display(*objects, **options)
