@@ -73,12 +73,12 @@ class Notebook:
             output, _ = process.communicate(timeout=timeout_s)
         return [part.split("\n", 1)[1] for part in output.split("=== ")[1:]]
 
-    def execute(self, example: str, timeout_s: float = 300) -> str:
-        """Run one of the example notebooks in the home and return the output of all its cells."""
+    def execute(self, example: str, timeout_s: float = 300, folder: str = "gpuhub-examples") -> str:
+        """Run a notebook of the home, such as one of the examples, and return the output of all its cells."""
         return self.run(
             f"""
             import json, subprocess
-            notebook = "gpuhub-examples/{example}.ipynb"
+            notebook = "{folder}/{example}.ipynb"
             done = subprocess.run(["jupyter", "execute", "--inplace", notebook], capture_output=True, text=True)
             print(done.stderr[-3000:])
             for cell in json.load(open(notebook))["cells"]:

@@ -211,10 +211,10 @@ def test_output_of_a_job_that_hangs(laptop: Laptop, ada: User, make_user: Callab
     shared = laptop.run("share", run, "--with", "ben")
     [address] = re.findall(r"https?://\S+/hub/gpuhub/shared/\S+", shared)
     ben.page.goto(address)
-    expect(ben.page.locator("main")).to_contain_text("hanging")
+    expect(ben.page.locator("body")).to_contain_text("[ranks 0-1 ×2] hanging")
     ben.picture("shared-output")
     laptop.run("share", "end", run)
-    expect(ben.page.locator("main")).not_to_contain_text("hanging", timeout=30_000)
+    expect(ben.page.locator("body")).not_to_contain_text("hanging", timeout=30_000)
     response = ben.page.goto(address)
     assert response is not None
     assert response.status == 404

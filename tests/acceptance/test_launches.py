@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+import nbformat
 import pytest
 
 from tests.acceptance.notebook_container import Notebook
@@ -135,14 +136,24 @@ def test_ipyparallel_engines_on_three_nodes(notebook: Notebook):
 
 def test_displays_of_ranks_have_tabs(notebook: Notebook):
     """Ranks on two nodes show HTML, each under its own title, and their variables stay for the next cell."""
-    outputs = notebook.cells(
+    cells = (
+        "%load_ext gpu_launch",
         "%%gpu_ranks --nnodes 2\nfrom IPython.display import HTML\nnumber = rank + 1",
         "%%gpu_ranks\ndisplay(HTML(f'<b>of rank {rank}</b>'))\nnumber",
         "%gpu_ranks --stop\n%gpu_release",
     )
-    assert "rank 0: 1 display, rank 1: 1 display" in outputs[1], outputs
-    assert re.search(r"\[rank 1 · rig\d\] 2\n", outputs[1]), outputs
+    written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.write("tabs.ipynb", nbformat.writes(written))
+    output = notebook.execute("tabs", folder=".")
+    assert "rank 0: 1 display, rank 1: 1 display" in output, output
+    assert re.search(r"\[rank 1 · rig\d\] 2\n", output), output
     wait_for(lambda: has_only_own_gpu(notebook), "the other GPU is free")
+
+
+def test_ranks_of_a_terminals_ipython_display_text(notebook: Notebook):
+    """Where nothing else can be shown."""
+    [output, _] = notebook.cells("%%gpu_ranks\ndisplay(rank + 41)", "%gpu_ranks --stop")
+    assert re.search(r"\[rank 0 · rig\d\] 41\n", output), output
 
 
 def test_elastic_launch_takes_a_node_that_becomes_free(
