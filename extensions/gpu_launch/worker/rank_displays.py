@@ -97,7 +97,8 @@ def install(*, is_cell: bool) -> None:
 def expect_cells() -> None:
     """Note that this process runs cells, each of which ends with `end_cell` and may use `display`."""
     _state.runs_cells = True
-    if importlib.util.find_spec("IPython") is not None:
+    # With a writer it is there, and the watch would take the search for an import.
+    if _state.writer is None and importlib.util.find_spec("IPython") is not None:
         builtins.display = _display  # type: ignore[attr-defined]
 
 
