@@ -22,7 +22,7 @@ mapfile -t wanted < <(programs_of head closet)
 mapfile -t for_slurm < <(programs_of slurm)
 mapfile -t for_metrics < <(programs_of metrics)
 mapfile -t for_tests < <(programs_of rest)
-for_tests+=(faketime:faketime systemd-analyze:systemd ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium chromium-headless-shell:chromium-headless-shell certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server prometheus-alertmanager:prometheus-alertmanager rsync:rsync pg_createcluster:postgresql firefox-esr:firefox-esr WebKitWebDriver:webkit2gtk-driver Xvfb:xvfb mksquashfs:squashfs-tools squashfuse:squashfuse newuidmap:uidmap patchelf:patchelf sudo:sudo ipmitool:ipmitool ipmi_sim:openipmi)
+for_tests+=(faketime:faketime systemd-analyze:systemd ganesha.nfsd:nfs-ganesha-vfs nfs-ls:libnfs-utils bindfs:bindfs sshd:openssh-server wireguard-go:wireguard-go wg:wireguard-tools chromium:chromium chromium-headless-shell:chromium-headless-shell certutil:libnss3-tools slapd:slapd ldapwhoami:ldap-utils objdump:binutils nft:nftables slurmdbd:slurmdbd mariadbd:mariadb-server prometheus-alertmanager:prometheus-alertmanager rsync:rsync busybox:busybox-static pg_createcluster:postgresql firefox-esr:firefox-esr WebKitWebDriver:webkit2gtk-driver Xvfb:xvfb mksquashfs:squashfs-tools squashfuse:squashfuse newuidmap:uidmap patchelf:patchelf sudo:sudo ipmitool:ipmitool ipmi_sim:openipmi)
 missing=()
 # $@: command:package …; adds to `missing`
 look_for() {
