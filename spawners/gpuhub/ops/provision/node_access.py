@@ -208,13 +208,18 @@ def set_up_tls(session: SshSession, request: TlsSetupRequest, paths: Paths, cons
         SetupError: It does not; the text has the options to set where systemd does not start it.
     """
     node, files = request.node, find_client_files(paths, request.node.name)
-    # Valid certificates that the daemon does not use yet only need a restart by the administrator.
-    if not are_certificates_valid(files, node.address, utc_now(), margin=RENEW_BEFORE):
-        certificates = make_certificates(node.name, node.address, utc_now())
-        session.run(build_files_script(certificates), as_root=request.needs_sudo)
-        store_certificates(files, certificates)
-        console.write(f"  ✓ certificates made: the node's in {TLS_FOLDER} there, ours in {files.key.parent}")
-        _restart_docker(session, request, console)
+    has_certificates = are_certificates_valid(files, node.address, utc_now(), margin=RENEW_BEFORE)
+    if not has_certificates or not _accepts_tls(node, paths):
+        drop_in = _confirm_restart(request, console)
+        if not has_certificates:
+            certificates = make_certificates(node.name, node.address, utc_now())
+            session.run(build_files_script(certificates), as_root=request.needs_sudo)
+            store_certificates(files, certificates)
+            console.write(f"  ✓ certificates made: the node's in {TLS_FOLDER} there, ours in {files.key.parent}")
+        if drop_in is None:
+            raise SetupError(f"systemd does not run Docker there: {describe_manual_setup(node.address)}")
+        session.run(build_drop_in_script(drop_in), as_root=request.needs_sudo)
+        session.run(RESTART_DOCKER_SCRIPT, as_root=request.needs_sudo)
     try:
         version = asyncio.run(verify_docker(node, paths))
     except SetupError as error:
@@ -222,17 +227,26 @@ def set_up_tls(session: SshSession, request: TlsSetupRequest, paths: Paths, cons
     console.write(f"  ✓ Docker {version} answers over TLS, only to gpuhub's certificate")
 
 
-def _restart_docker(session: SshSession, request: TlsSetupRequest, console: OperatorConsole) -> None:
+def _accepts_tls(node: NodeSettings, paths: Paths) -> bool:
+    """Return whether the daemon accepts the certificates; after an interrupted call it may not use them yet."""
+    try:
+        asyncio.run(verify_docker(node, paths))
+    except SetupError:
+        return False
+    return True
+
+
+def _confirm_restart(request: TlsSetupRequest, console: OperatorConsole) -> str | None:
+    """Return the text with which systemd starts the daemon, once its restart was agreed to; None without systemd."""
     node, host = request.node, request.host
     if not host.systemd or not host.docker_start:
-        raise SetupError(f"systemd does not run Docker there: {describe_manual_setup(node.address)}")
+        return None
     text = build_drop_in(host.docker_start, node.address)
     console.write(f"\n{DROP_IN} on {node.name}:\n\n{text}")
     if not request.skip_confirmation:
         outcome = "run on" if request.live_restore else "stop"
         console.confirm(f"Write it and restart Docker there (its containers {outcome})?")
-    session.run(build_drop_in_script(text), as_root=request.needs_sudo)
-    session.run(RESTART_DOCKER_SCRIPT, as_root=request.needs_sudo)
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import requests
@@ -37,18 +38,20 @@ from gpuhub.config.settings import NodeSettings
 from gpuhub.docker import ssh
 from gpuhub.docker.client import translate_docker_error
 from gpuhub.docker.ssh import HostKey, SshFiles
-from gpuhub.ops.doctor.node_facts import build_script_arguments
+from gpuhub.ops.doctor.node_facts import HostFacts, build_script_arguments
 from gpuhub.ops.provision import cluster_file, node_access, node_join, node_removal
 from gpuhub.ops.provision.node_join import JoinRequest
 from gpuhub.ops.provision.node_removal import RemovalRequest, drain_node, find_removable_node
 from gpuhub.ops.provision.ssh_session import (
     ResolvedTarget,
+    SshSession,
     SshTarget,
     build_ssh_url,
     parse_resolved,
     parse_target,
     suggest_name,
 )
+from gpuhub.tls.authority import utc_now
 from tests.support.broker.calls import ask, run_notebook
 from tests.support.broker.in_process import Running, Setting, asgi_broker, served_broker
 from tests.support.docker.simulated_nodes import build_cluster, wait_until
@@ -266,6 +269,39 @@ def test_docker_drop_in_replaces_earlier_options() -> None:
     assert "/usr/sbin/dockerd -H fd:// -H" in again
     with pytest.raises(SetupError, match="start dockerd there with these additional options"):
         node_access.build_drop_in("", "192.168.1.24")
+
+
+def test_a_daemon_that_is_not_to_be_restarted_keeps_its_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After "no" nothing has changed. After an interrupted restart, the next call restarts with the same certificates."""
+    paths = FolderPaths("x", folder=tmp_path)
+    paths.secrets.mkdir()
+    files = node_access.find_client_files(paths, "rig4")
+    address = "192.168.1.24"
+    node = NodeSettings(name="rig4", address=address, docker=f"tcp://{address}:2376", tls=settings.DockerTlsFiles(
+        ca=files.ca, cert=files.cert, key=files.key
+    ))  # fmt: skip
+    host = HostFacts(sudo="root", systemd=True, docker_start="{ path=/d ; argv[]=/usr/bin/dockerd -H fd:// ; x=y }")
+    request = node_access.TlsSetupRequest(node=node, host=host, live_restore=True, skip_confirmation=False)
+    sent: list[str] = []
+    session = cast("SshSession", SimpleNamespace(run=lambda script, **_: sent.append(script)))
+
+    async def verify(*_: object) -> str:
+        if node_access.RESTART_DOCKER_SCRIPT not in sent:
+            raise SetupError("not yet")
+        return "28.0"
+
+    monkeypatch.setattr(node_access, "verify_docker", verify)
+    with pytest.raises(InvalidRequest):
+        node_access.set_up_tls(session, request, paths, AdminConsole(io.StringIO(), io.StringIO("no\n")))
+    assert sent == []
+    assert not files.key.exists()
+    node_access.store_certificates(files, node_access.make_certificates("rig4", address, utc_now()))
+    key = files.key.read_bytes()
+    node_access.set_up_tls(session, replace(request, skip_confirmation=True), paths, AdminConsole(io.StringIO()))
+    assert len(sent) == 2
+    assert files.key.read_bytes() == key
 
 
 def test_certificates_are_valid_for_one_role_and_one_node(tmp_path: Path) -> None:
