@@ -108,9 +108,17 @@ def replace_file(file: Path, text: str) -> Path:
 
 
 def _nodes(document: tomlkit.TOMLDocument) -> AoT:
+    """Return the file's `[[nodes]]`, which may be none yet.
+
+    Raises:
+        SettingsError: The nodes are written in another form.
+    """
     if "nodes" not in document:
         document.append("nodes", tomlkit.aot())
-    return cast(AoT, document["nodes"])
+    tables = document["nodes"]
+    if not isinstance(tables, AoT):
+        raise SettingsError("cluster.toml has its nodes as `nodes = [{…}]`: write a table [[nodes]] for each")
+    return tables
 
 
 def _add_tail(table: Table, tail: Iterable[Comment | Whitespace]) -> None:

@@ -255,6 +255,12 @@ def test_scripts_equal_the_golden_file() -> None:
     assert "CLIENT" not in sent
 
 
+def test_nodes_in_one_line_are_refused() -> None:
+    """They are valid TOML, to which no table can be added."""
+    with pytest.raises(SettingsError, match=r"write a table \[\[nodes\]\] for each"):
+        cluster_file.put_node('nodes = [{name = "rig1"}]\n', RIG4)
+
+
 # -- TLS ----------------------------------------------------------------------------------------------------------------
 
 
