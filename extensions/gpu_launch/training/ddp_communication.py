@@ -34,6 +34,10 @@ _SCALED = (
     "it passes over a step on each rank by itself, so that the ranks would average at different steps. bfloat16 "
     "autocast needs no scaler"
 )
+_KEPT = (
+    "it passes over a step whose gradients are not finite, but what was left out of them is added to all later ones. "
+    "bfloat16 autocast needs no scaler"
+)
 _REPEATED = "it calls backward several times in a step, and the results must be comparable"
 _REFUSED_LOCALLY = {
     "optim.LBFGS": _REPEATED,
@@ -43,7 +47,7 @@ _REFUSED_LOCALLY = {
 #: Classes that a mode cannot work with, below torch, and why.
 _REFUSED = {
     CommMode.BF16: {},
-    CommMode.POWERSGD: {"optim.LBFGS": _REPEATED},
+    CommMode.POWERSGD: {"optim.LBFGS": _REPEATED, "amp.GradScaler": _KEPT},
     CommMode.LOCAL: _REFUSED_LOCALLY,
     CommMode.DILOCO: _REFUSED_LOCALLY,
 }

@@ -160,6 +160,7 @@ def test_rank_0_says_what_changes(trained, mode):
         ("DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))", CommMode.POWERSGD, "sparse gradients"),
         ("torch.optim.LBFGS(layer.parameters())", CommMode.POWERSGD, "LBFGS: it calls backward several times"),
         ("torch.amp.GradScaler('cpu')", CommMode.LOCAL, "GradScaler: it passes over a step"),
+        ("torch.amp.GradScaler('cpu')", CommMode.POWERSGD, "GradScaler: it passes over a step whose gradients"),
         (
             """
             from torch.distributed.optim import ZeroRedundancyOptimizer
