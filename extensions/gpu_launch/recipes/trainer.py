@@ -123,16 +123,23 @@ class Trainer:
             tokens += batch.numel() * self._device.world
             # All ranks end at the same step.
             ended = self._device.sum(float(self._is_told_to_end)) > 0
-            is_last = step + 1 == self._steps or ended
-            if is_last or (step + 1) % self._settings.every == 0:
+            is_last = step + 1 == self._steps
+            if is_last or ended or (step + 1) % self._settings.every == 0:
                 loss = self._device.sum(sum(losses) / len(losses)) / self._device.world
-                evaluated = self._evaluate()
+                is_interrupted = ended and not is_last
+                if not is_last:
+                    # An evaluation can take longer than the time that a SIGTERM leaves.
+                    self._save(step + 1)
+                evaluated = math.nan if is_interrupted else self._evaluate()
                 speed = tokens / max(time.monotonic() - began, 1e-9)
                 self._note(step + 1, loss, evaluated, speed)
+                if is_interrupted:
+                    return self._build_result(step + 1, loss, evaluated, speed, is_interrupted=True)
                 losses = []
                 self._on_evaluation(step + 1, loss if math.isnan(evaluated) else evaluated)
-            if ended and step + 1 < self._steps:
-                return self._build_result(step + 1, loss, evaluated, speed, is_interrupted=True)
+                if is_last:
+                    # With its result noted: a later start finds nothing to do, and reads it.
+                    self._save(step + 1)
         return self._build_result(self._steps, loss, evaluated, speed)
 
     def _join(self) -> DistributedDataParallel:
@@ -182,7 +189,6 @@ class Trainer:
             self._record.draw_losses()
             shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
             write_line(f"step {step} of {self._steps}  {shown}  {speed:.0f} tokens/s")
-            self._save(step)
 
     def _build_result(
         self, step: int, loss: float, evaluated: float, speed: float, *, is_interrupted: bool = False

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gpu_launch.cli import main
 from gpu_launch.common import job_manifest
 from gpu_launch.options import command
+from gpu_launch.recipes.trainer import Trainer, TrainerSettings
 from tests.support.hub.fake_hub import FakeHub
 from tests.support.hub.laptop import logged_in
 from tests.support.launch.launched_ranks import RankOutput, run_launched
@@ -185,6 +186,31 @@ def test_interrupted_fine_tuning_continues(hub: FakeHub) -> None:
     # A job that starts again after its end changes nothing.
     check_ended(job.run())
     assert job.read()["steps"] == 40
+
+
+def test_checkpoint_does_not_wait_for_an_evaluation(hub: FakeHub, tmp_path: Path) -> None:
+    """An evaluation can take minutes: it comes after the checkpoint, and not at all after a SIGTERM."""
+    settings = TrainerSettings(
+        model=hub.home / "models/tiny", data=hub.home / "datasets/topics", steps=9, every=3, batch=2, sequence=32
+    )
+    trainer = Trainer(settings, tmp_path / "run")
+    evaluate, build_batch, found = trainer._evaluate, trainer._build_batch, []
+
+    def read_step() -> int:
+        return int(torch.load(tmp_path / "run/checkpoint.pt", weights_only=True)["step"])
+
+    def note() -> float:
+        found.append(read_step())
+        return evaluate()
+
+    def build(step: int) -> Any:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return build_batch(step)
+
+    trainer._evaluate, trainer._build_batch = note, build  # type: ignore[method-assign]
+    result = trainer.train()
+    assert (result.is_interrupted, result.steps, found, read_step()) == (True, 5, [3], 5)
 
 
 def _build_rank_environ(job: Job) -> dict[str, str]:
