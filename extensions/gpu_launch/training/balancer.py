@@ -49,6 +49,8 @@ class BatchBalancer:
         device: Any,
         group: Any,
     ) -> None:
+        #: `loader` was called, so that all batches are to come from it.
+        self._has_loader = False
         order = build_sample_order(dataset, batch=batch, sampler=sampler, shuffle=shuffle, seed=seed)
         if drop_last:
             check_whole_batch(len(order), batch)
@@ -89,9 +91,10 @@ class BatchBalancer:
 
         The options are DataLoader's, such as `num_workers`. It has `set_epoch` as well.
         """
-        from torch.utils.data import DataLoader
+        from gpu_launch.training.batch_loader import BatchLoader
 
-        loader = DataLoader(self._dataset, batch_sampler=self.sampler, **options)
+        self._has_loader = True
+        loader: Any = BatchLoader(self._dataset, batch_sampler=self.sampler, **options)
         loader.set_epoch = self.set_epoch
         return loader
 
@@ -123,11 +126,17 @@ class BatchBalancer:
         put forward into it, and backward behind it.
 
         Raises:
-            UsageError: more steps than batches were drawn.
+            UsageError: more steps than batches were drawn, or another DataLoader than that of `loader` drew them.
         """
         if self._rebalance_every and self._steps and self._steps % self._rebalance_every == 0:
             self.rebalance()
         share = self.sampler.pop_share()
+        if self._has_loader and not self.sampler.has_loader:
+            raise UsageError(
+                "the batches come from another DataLoader, which may leave some of them out, as those of accelerate's "
+                "prepare() and skip_first_batches() do: take them from balanced.loader() itself, and call "
+                "balanced.sampler.pop_share() for each one that is passed over"
+            )
         self._steps += 1
         self._clock.start(share.samples)
         yield BalancedStep(share.samples, share.batch, self._ranks.size * share.samples / share.batch)

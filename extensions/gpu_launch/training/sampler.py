@@ -77,6 +77,8 @@ class BalancedSampler:
         #: Batches of this epoch that a DataLoader has taken, which can be ahead of the training.
         self.drawn = 0
         self._unused: deque[BatchShare] = deque()
+        #: The batches of this epoch go to a `BatchLoader`; it has given all of them to the training.
+        self.has_loader = self.is_given = False
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.sampler), self._batch)
@@ -87,6 +89,7 @@ class BalancedSampler:
         self._speeds = [(0, self.speeds)]
         self.drawn = 0
         self._unused = deque()
+        self.has_loader = self.is_given = False
         order = list(self.sampler)
         return (self._draw(order[start : start + self._batch]) for start in self._starts())
 
@@ -129,6 +132,21 @@ class BalancedSampler:
                 "balanced.sampler gives, in this process"
             )
         return self._unused.popleft()
+
+    def check_steps(self) -> None:
+        """Refuse to continue after an epoch that was given as a whole, if only some of its batches were trained on.
+
+        Raises:
+            UsageError: once, if there were steps, and fewer than batches.
+        """
+        missed, is_given = len(self._unused), self.is_given
+        self.is_given = False
+        if is_given and 0 < missed < self.drawn:
+            raise UsageError(
+                f"the last epoch had {self.drawn} batches, and {missed} of them no balanced.step(), so that later "
+                "steps had the scale of an earlier batch. Call it once for each batch, in their order; for one that is "
+                "passed over, call balanced.sampler.pop_share()"
+            )
 
     def _starts(self) -> range:
         return range(0, len(self) * self._batch, self._batch)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import skip_first_batches
 
 import gpu_launch
 from gpu_launch.errors import UsageError
@@ -105,6 +106,45 @@ def test_one_process_gets_whole_batches():
     with balanced.step() as step:
         assert (step.samples, step.batch, step.scale) == (18, 18, 1)
     assert balanced.rebalance() is False
+
+
+def test_batches_that_another_loader_leaves_out_are_refused():
+    """A step would get the scale of one of them, which differs at the end of an epoch."""
+    balanced = gpu_launch.balance(balanced_training.build_data(), batch=18, device="cpu")
+    loader = balanced.loader(num_workers=1)
+    next(iter(skip_first_batches(loader, 1)))
+    with pytest.raises(UsageError, match="the batches come from another DataLoader"), balanced.step():
+        pass
+    next(iter(loader))
+    with balanced.step() as step:
+        assert step.samples == 18
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_that_are_passed_over_must_be_counted(workers):
+    """Otherwise the next epoch is refused; what a loop has not taken when it ends early, or without steps, is none."""
+    balanced = gpu_launch.balance(balanced_training.build_data(), batch=18, device="cpu")
+    loader = balanced.loader(num_workers=workers)
+
+    def train(first: int, *, counted: bool = False, most: int = 9) -> list[tuple[int, int]]:
+        sizes = []
+        for number, (numbers, *_) in enumerate(loader):
+            if number == most:
+                break
+            if number >= first:
+                with balanced.step() as step:
+                    sizes.append((len(numbers), step.samples))
+            elif counted:
+                balanced.sampler.pop_share()
+        return sizes
+
+    assert train(1, counted=True) == [(18, 18), (14, 14)]
+    assert train(0, most=1) == [(18, 18)]
+    assert train(9) == []
+    train(1)
+    with pytest.raises(UsageError, match=r"the last epoch had 3 batches, and 1 of them no balanced\.step\(\)"):
+        train(0)
+    assert train(0) == [(18, 18), (18, 18), (14, 14)]
 
 
 def test_shares_follow_speeds_that_make_a_step_shorter_by_three_percent(monkeypatch):
