@@ -13,7 +13,7 @@ from gpu_launch.training import shares
 
 
 class EpochSampler(Protocol):
-    """An order of all samples for each epoch, equal on all ranks, as torch's DistributedSampler has `set_epoch`."""
+    """An order of all samples for each epoch, equal on all ranks."""
 
     def __iter__(self) -> Iterator[int]: ...
     def __len__(self) -> int: ...
@@ -165,7 +165,7 @@ def build_sample_order(dataset: Any, *, batch: int, sampler: Any, shuffle: bool,
 
     Raises:
         UsageError: the batch is not a positive number; the data set has no length, or no samples; the sampler has no
-            length or no `set_epoch`.
+            length or no `set_epoch`, or divides the samples between ranks.
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise UsageError(f"batch is {batch!r}: give the number of samples of all ranks together, 1 or more")
@@ -182,6 +182,11 @@ def build_sample_order(dataset: Any, *, batch: int, sampler: Any, shuffle: bool,
         raise UsageError(
             f"the sampler ({type(sampler).__name__}) has no set_epoch(epoch): without it, ranks can have different "
             "orders and would compute some samples twice and others never. Give it one that sets the seed of its order"
+        )
+    if (parts := getattr(sampler, "num_replicas", 1)) != 1:
+        raise UsageError(
+            f"the sampler ({type(sampler).__name__}) gives each of {parts} ranks a part of its own, and balance "
+            "divides the samples itself: give it one with the same order of all samples on every rank, or none"
         )
     order: EpochSampler = sampler
     return order

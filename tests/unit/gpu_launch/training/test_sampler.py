@@ -132,6 +132,12 @@ class EpochOrder(Order):
         self.numbers = self.numbers[epoch:] + self.numbers[:epoch]
 
 
+class DividedOrder(EpochOrder):
+    """A part for each rank, as torch's DistributedSampler gives it."""
+
+    num_replicas = 2
+
+
 def test_order_of_the_caller_is_kept():
     """Its `set_epoch` is called for it."""
     order = sampler.build_sample_order([], batch=2, sampler=EpochOrder([4, 2, 0]), shuffle=True, seed=0)
@@ -151,6 +157,7 @@ def test_order_of_the_caller_is_kept():
         ([1], 4, EpochOrder([]), "the sampler is empty"),
         ([1], 4, iter([1]), r"the sampler \(list_iterator\) has no length"),
         ([1], 4, Order([1]), r"the sampler \(Order\) has no set_epoch"),
+        ([1], 4, DividedOrder([1]), r"the sampler \(DividedOrder\) gives each of 2 ranks a part of its own"),
     ],
 )
 def test_wrong_data_is_refused(dataset, batch, order, text):
