@@ -136,6 +136,7 @@ class _Generation(_Handler):
 
     prefix, whole, part = "", "", ""
     _sequence: Sequence | None = None
+    _has_left = False
 
     def parse(self, data: bytes) -> GenerationRequest:
         """Return the request."""
@@ -152,6 +153,8 @@ class _Generation(_Handler):
             )
         # Encoding a long prompt takes longer than other requests should wait.
         asked = await asyncio.to_thread(self.parse, self.request.body)
+        if self._has_left:
+            return
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[int | Finish | EngineFailed]()
         self._sequence = sequence = Sequence(
             prompt=asked.prompt,
@@ -180,6 +183,7 @@ class _Generation(_Handler):
             self.endpoint.engine.cancel(sequence)
 
     def on_connection_close(self) -> None:
+        self._has_left = True
         if self._sequence is not None:
             self.endpoint.engine.cancel(self._sequence)
 

@@ -150,6 +150,38 @@ async def test_client_that_leaves_is_not_computed_for(streams):
         await client.wait_for(0)
 
 
+async def test_client_that_leaves_while_its_prompt_is_encoded_is_not_computed_for(monkeypatch):
+    """Nothing is submitted for it; a client that stays gets its answer."""
+    left, done, encoding = asyncio.Event(), asyncio.Event(), threading.Event()
+    parse, leave = http_server._Completion.parse, http_server._Completion.on_connection_close
+
+    def parse_later(handler, data):
+        assert encoding.wait(DEADLINE_S)
+        return parse(handler, data)
+
+    def note_leaving(handler):
+        leave(handler)
+        left.set()
+
+    monkeypatch.setattr(http_server._Completion, "parse", parse_later)
+    monkeypatch.setattr(http_server._Completion, "on_connection_close", note_leaving)
+    monkeypatch.setattr(http_server._Completion, "on_finish", lambda _handler: done.set())
+    async with serving() as client, asyncio.timeout(DEADLINE_S):
+        submitted, submit = [], client.engine.submit
+        client.engine.submit = lambda sequence: [submitted.append(sequence.prompt), submit(sequence)]
+        _reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        body = json.dumps({"prompt": "0", "max_tokens": 40}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        await left.wait()
+        encoding.set()
+        await done.wait()
+        assert (await client.ask("/v1/completions", {"prompt": "7"})).code == 200
+        assert submitted == [(7,)]
+
+
 async def test_failure_reaches_whole_and_streamed_answers():
     """A stream that has begun ends with the error, because its status has been sent."""
     async with serving(slots=2) as client:
