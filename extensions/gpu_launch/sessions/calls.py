@@ -61,8 +61,15 @@ def _dump_error(error: BaseException, text: str) -> bytes:
         data = exchange.dump_value((False, error.with_traceback(None), text), "the exception")
         exchange.load_value(data)
     except Exception:  # noqa: BLE001 - an exception whose constructor needs other arguments, or that cannot be pickled
-        return exchange.dump_value((False, RuntimeError(f"{type(error).__name__}: {error}"), text), "the exception")
+        return exchange.dump_value((False, RuntimeError(_describe(error)), text), "the exception")
     return data
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - its own text fails: the worker's answer must not
+        return f"{type(error).__name__}, whose text cannot be read"
 
 
 def load_result(data: bytes) -> Any:
