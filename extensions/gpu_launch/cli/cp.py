@@ -60,7 +60,9 @@ def plan_upload(source: Path, target: str, *, into: bool) -> tuple[str, UploadSe
     """
     if not source.exists():
         raise UsageError(f"There is no {source}.")
-    name = source.resolve().name if into or not target else target.rpartition("/")[2]
+    # A link has its own name; `.` and `..` have none.
+    own = source.resolve().name if source.name in ("", "..") else source.name
+    name = own if into or not target else target.rpartition("/")[2]
     folder = target if into or not target else target.rpartition("/")[0]
     return folder, scan_path(source, name)
 

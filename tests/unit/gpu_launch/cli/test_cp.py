@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,20 @@ def test_cp_to_the_cluster(
     assert (hub.home / there).read_text() == "x"
     told = json.loads(capsys.readouterr().out)
     assert (told["files"], told["bytes"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "there"), [("latest", "latest"), ("linked", "linked/x"), ("linked/x", "x"), ("..", "here/latest")]
+)
+def test_links_have_their_own_names(hub: FakeHub, source: str, there: str) -> None:
+    """Not those of what they lead to, such as `step-400.pt` of `latest.pt`."""
+    Path("work/here/data").mkdir(parents=True)
+    Path("work/here/data/x").write_text("x")
+    Path("work/here/latest").symlink_to("data/x")
+    Path("work/here/linked").symlink_to("data")
+    os.chdir("work/here/data" if source == ".." else "work/here")
+    assert main.run_command(["cp", source, "home:sets/"]) == 0
+    assert (hub.home / "sets" / there).read_text() == "x"
 
 
 def test_size_limit_error_of_the_broker_is_shown(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
