@@ -135,6 +135,8 @@ class _Generation(_Handler):
     """A request for tokens, streamed or whole."""
 
     prefix, whole, part = "", "", ""
+    #: The answer continues the text of the prompt.
+    is_continuation = False
     _sequence: Sequence | None = None
     _has_left = False
 
@@ -190,7 +192,7 @@ class _Generation(_Handler):
     async def _answer(
         self, asked: GenerationRequest, sequence: Sequence, arrived: asyncio.Queue[int | Finish | EngineFailed]
     ) -> None:
-        stream = TextStream(self.endpoint.decode, asked.stops)
+        stream = self._begin_text(asked)
         text, count, finish = "", 0, ""
         while not finish:
             more, finish, is_token = self._read(await arrived.get(), stream, sequence)
@@ -202,7 +204,7 @@ class _Generation(_Handler):
     async def _stream(
         self, asked: GenerationRequest, sequence: Sequence, arrived: asyncio.Queue[int | Finish | EngineFailed]
     ) -> None:
-        stream = TextStream(self.endpoint.decode, asked.stops)
+        stream = self._begin_text(asked)
         self.set_header("Content-Type", "text/event-stream")
         self.set_header("Cache-Control", "no-store")
         count, finish, is_first = 0, "", True
@@ -224,6 +226,9 @@ class _Generation(_Handler):
             await self._send(self._identity | {"object": self.part, "choices": [], "usage": _count(asked, count)})
         self.write("data: [DONE]\n\n")
         await self.flush()
+
+    def _begin_text(self, asked: GenerationRequest) -> TextStream:
+        return TextStream(self.endpoint.decode, asked.stops, asked.prompt if self.is_continuation else ())
 
     def _read(self, item: int | Finish | EngineFailed, stream: TextStream, sequence: Sequence) -> tuple[str, str, int]:
         """Return the text that a token brings, why the answer ends there if it does, and 1 for a token."""
@@ -255,6 +260,7 @@ class _Chat(_Generation):
 
 class _Completion(_Generation):
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    is_continuation = True
 
     def parse(self, data: bytes) -> GenerationRequest:
         return api_requests.parse_completion(data, self.endpoint.model)

@@ -8,17 +8,22 @@ from collections.abc import Callable, Sequence
 _INCOMPLETE = "\ufffd"
 #: Number of tokens without a whole character after which their bytes are not text.
 _MOST_INCOMPLETE = 8
+#: Number of a prompt's last tokens on which the text of the next one can depend.
+_BEFORE = 4
 
 
 class TextStream:
     """The text of one answer."""
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
-        """`decode` returns the text of some tokens."""
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str], continued: Sequence[int] = ()) -> None:
+        """`decode` returns the text of some tokens; the answer continues the text of `continued`.
+
+        Llama's tokenizers leave out a space at the begin of what they decode.
+        """
         self._decode, self._stops = decode, tuple(stops)
-        self._tokens: list[int] = []
+        self._tokens = list(continued[-_BEFORE:])
         #: Tokens before these are not decoded again: a token's text depends on a few before it.
-        self._prefix = self._read = 0
+        self._prefix, self._read = 0, len(self._tokens)
         self._held = ""
         self.is_stopped = False
 

@@ -150,6 +150,17 @@ async def test_client_that_leaves_is_not_computed_for(streams):
         await client.wait_for(0)
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_completion_continues_the_text_of_its_prompt(monkeypatch, streams):
+    """An answer in a conversation begins a text of its own."""
+    continued, build = [], http_server.TextStream
+    monkeypatch.setattr(http_server, "TextStream", lambda *given: [continued.append(given[2]), build(*given)][1])
+    async with serving() as client:
+        await client.ask("/v1/completions", {"prompt": "67", "stream": streams})
+        await client.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "7"}], "stream": streams})
+    assert continued == [(6, 7), ()]
+
+
 async def test_client_that_leaves_while_its_prompt_is_encoded_is_not_computed_for(monkeypatch):
     """Nothing is submitted for it; a client that stays gets its answer."""
     left, done, encoding = asyncio.Event(), asyncio.Event(), threading.Event()

@@ -31,6 +31,13 @@ def test_bytes_that_are_no_text_do_not_hold_back_forever():
     assert read(b"a\xe2")[0] == ["a", "", "\ufffd"]
 
 
+@pytest.mark.parametrize(("prompt", "text"), [(b"The capital is", " Paris, France"), (b"", "Paris, France")])
+def test_continued_text_keeps_its_first_space(prompt, text):
+    """Tokenizers of Llama leave out a space at the begin of what they decode."""
+    stream = TextStream(lambda tokens: decode(tokens).removeprefix(" "), (), tuple(prompt))
+    assert "".join(map(stream.feed, b" Paris, France")) + stream.finish() == text
+
+
 @pytest.mark.parametrize(
     ("text", "stops", "expected"),
     [
