@@ -174,7 +174,8 @@ class StepProfiler:
                 Bucket(ready_s=ready(group[-1]), sizes=size) for group, size in zip(groups, sizes, strict=True)
             ),
             compress_s=compress_s,
-            parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in gradients),
+            # Each once: with several backward passes in a step, it has several gradients.
+            parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in set(gradients)),
             peak_memory_mib=read_peak_memory(self._device),
         )
 

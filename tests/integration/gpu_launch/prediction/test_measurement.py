@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 
 import pytest
 
@@ -60,6 +61,30 @@ def test_profile_has_the_parts_of_a_step_and_the_buckets_of_ddp(home):
     assert all(0 < bucket["sizes"]["powersgd"] < bucket["sizes"]["exact"] / 10 for bucket in kept["buckets"])
     assert set(kept["compress_s"]) == {CommMode.BF16, CommMode.POWERSGD}
     assert kept["parameter_bytes"] == 2 * 4 * WIDTH * (WIDTH + 1)
+
+
+def test_accumulated_gradients_do_not_make_the_model_larger(home, tmp_path):
+    """Modes that exchange parameters send each once, however many backward passes a step has."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+
+            model = torch.nn.Linear(100, 100)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(1000):
+                for _ in range(3):
+                    model(torch.ones(1, 100)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            """
+        )
+    )
+    (rank,) = run_launched([str(script)], 1, {"HOME": str(home), step_profiler.VARIABLE: "accumulated"})
+    assert rank.code == 0, rank.stderr
+    kept = json.loads(figures.get_prediction_path(home, "accumulated").read_text())["profile"]
+    assert kept["parameter_bytes"] == 4 * 100 * 101
 
 
 def test_profile_ends_the_script_and_prints_the_table(home):
