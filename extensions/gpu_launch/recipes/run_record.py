@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,16 @@ class RunRecord:
             file.write(f"{json.dumps(metrics)}\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """Return the metrics so far."""
+        """Return the metrics so far, without lines that a kill has cut off."""
         try:
             text = (self._folder / METRICS).read_text(encoding="utf-8")
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in text.splitlines()]
+        metrics = []
+        for line in text.splitlines():
+            with suppress(json.JSONDecodeError):
+                metrics.append(json.loads(line))
+        return metrics
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the result as JSON, and print it."""

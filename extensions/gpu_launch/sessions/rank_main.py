@@ -245,7 +245,8 @@ def check_group(number: int, device: Any, *, limit_s: float) -> str:
         work.wait()
         total, expected = value.item(), float(number * dist.get_world_size())
     except Exception as error:  # noqa: BLE001 - whatever a broken group raises is the answer
-        return f"a small all_reduce failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        first_line = str(error).strip().partition("\n")[0]
+        return f"a small all_reduce failed: {type(error).__name__}: {first_line}"
     return "" if total == expected else "the ranks are not at the same collective"
 
 
