@@ -35,6 +35,8 @@ class PortWebSocket:
         self._stream = stream
         self._protocol = protocol
         self._take_turn = take_turn
+        #: Held while frames are sent: the answer to a ping must not begin within a long message.
+        self._sending = asyncio.Lock()
 
     @classmethod
     async def open(
@@ -150,6 +152,7 @@ class PortWebSocket:
         return events
 
     async def _flush(self) -> None:
-        for data in self._protocol.data_to_send():
-            if data:
-                await self._stream.write(data)
+        async with self._sending:
+            for data in self._protocol.data_to_send():
+                if data:
+                    await self._stream.write(data)
