@@ -195,7 +195,7 @@ class LedgerCounters:
 
     def _count_gpu_seconds(self, lease: LeaseRow, gpu: LeasedGpu, until: float) -> float:
         # Earlier time was counted in an earlier run, and Prometheus would add all of it again.
-        began = max(self._started_at, lease.granted_at or until)
+        began = max(self._started_at, lease.charged_from)
         return max(0.0, until - began) / gpu.share
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from gpuhub.broker.db.writer import Changes
 from gpuhub.broker.metrics.ledger_metrics import MAX_EVENT_KINDS, LedgerCounters, collect_ledger
 from gpuhub.broker_api.schemas import LeaseState, SuspensionState
-from gpuhub.domain import job_states, lease_states
+from gpuhub.domain import job_states, lease_states, suspension
 from gpuhub.domain.models import EventRow, LedgerSnapshot, ResourceRequest, Suspension
 from tests.support.broker.factories import build_running_job, lease_row
 from tests.support.broker.metrics import Metrics
@@ -150,6 +150,19 @@ def test_gpu_time_of_an_earlier_run_is_not_counted_again() -> None:
     """Prometheus has it from then, and adds what a counter has after a restart."""
     _, lease = build_running_job(nodes=1)
     assert Counted(started_at=100.0).gpu_seconds(130.0, lease) == {"ada": 30.0}
+
+
+def test_gpu_time_of_a_suspended_job_is_counted_once() -> None:
+    """It holds its GPU from 10 to 40 and again from 100 on: the time in between and before is not added again."""
+    counted = Counted()
+    _, lease = build_running_job(nodes=1)
+    suspending = suspension.begin_job(lease, 1024, 40.0)
+    suspended = suspension.prove(suspending, 1024, 40.0)
+    counted.record(leases=[(suspending, suspended)])
+    assert counted.gpu_seconds(90.0, suspended) == {"ada": 30.0}
+    resumed = suspension.regrant(suspended, 100.0)
+    counted.record(leases=[(suspended, resumed)])
+    assert counted.gpu_seconds(110.0, resumed) == {"ada": 40.0}
 
 
 def test_jobs_are_counted_by_outcome() -> None:
