@@ -190,7 +190,8 @@ class LedgerCounters:
         if before is not None and job.preemptions > before.preemptions:
             self._preemptions.inc(job.preemptions - before.preemptions)
         if _enters(before, job, JobState.ENDED):
-            outcome = "stopped" if job.exit_code is None else "failed" if job.exit_code else "succeeded"
+            is_failure = job.has_failed or job.exit_code
+            outcome = "failed" if is_failure else "stopped" if job.exit_code is None else "succeeded"
             self._jobs.labels(outcome).inc()
 
     def _count_gpu_seconds(self, lease: LeaseRow, gpu: LeasedGpu, until: float) -> float:

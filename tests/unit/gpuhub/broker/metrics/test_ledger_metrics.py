@@ -174,6 +174,9 @@ def test_jobs_are_counted_by_outcome() -> None:
         counted.record(jobs=[(stopped, ended)])
     outcomes = ("succeeded", "failed", "stopped")
     assert [counted.metrics.value("gpuhub_job_ended_total", outcome=one) for one in outcomes] == [2, 1, 1]
+    failing = job_states.fail(job, "worker 0 cannot be started", 20.0)
+    counted.record(jobs=[(failing, job_states.end(failing, 21.0))])
+    assert [counted.metrics.value("gpuhub_job_ended_total", outcome=one) for one in outcomes] == [2, 2, 1]
 
 
 def test_preemptions_are_counted() -> None:
