@@ -27,7 +27,7 @@ from apprise import AppriseAsset, PersistentStoreMode
 from gpuhub.common.errors import InvalidRequest
 from gpuhub.config.notifications import AllowedAddress, parse_allowed
 from gpuhub.notifications.addresses import Network, explain_forbidden, read_connected_networks
-from gpuhub.notifications.sender import SendOrder, SendResult
+from gpuhub.notifications.sender import OutgoingMessage, SendOrder, SendResult
 from gpuhub.notifications.services import SERVICES, Service, check_parameters, check_url, escape
 
 #: User and group `nobody`.
@@ -205,8 +205,20 @@ def run(order: SendOrder, plugin: type[Any], service: Service, guard: Guard) -> 
     if order.message is None:
         return SendResult(outcome="sent")
     guard.permit(allowed)
-    is_sent = target.notify(title=order.message.title, body=order.message.body, notify_type=apprise.NotifyType.INFO)
+    is_sent = target.notify(
+        title=order.message.title,
+        body=cut_body(order.message, target.body_maxlen),
+        notify_type=apprise.NotifyType.INFO,
+        # Otherwise it is taken for HTML or Markdown where the destination has these.
+        body_format=apprise.NotifyFormat.TEXT,
+    )
     return SendResult(outcome="sent") if is_sent else _explain_failure(guard, scan)
+
+
+def cut_body(message: OutgoingMessage, most: int) -> str:
+    """Return the text as far as a destination takes `most` characters with the title: it refuses a longer one."""
+    room = most - len(message.title) - len("\r\n")
+    return message.body if len(message.body) <= room else f"{message.body[: room - 1]}…"
 
 
 def _explain_failure(guard: Guard, scan: _LogScan) -> SendResult:
