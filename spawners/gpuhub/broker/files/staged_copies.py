@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,8 @@ class StagedCopies:
         self._whole: set[tuple[str, str]] = set()
         #: When each copy was last requested or mounted, or first seen in this run; monotonic.
         self._used_at: dict[tuple[str, str], float] = {}
+        #: Copies that were requested in this run of the broker; their containers may not exist yet.
+        self._requested: set[tuple[str, str]] = set()
 
     def build_volume(self, version: DatasetVersion) -> str:
         """Return the name of the volume with a copy of this version."""
@@ -79,6 +82,7 @@ class StagedCopies:
 
     def record_use(self, node: str, volume: str) -> None:
         """Record that a container needs the copy now."""
+        self._requested.add((node, volume))
         self._used_at[node, volume] = self._clock.monotonic()
 
     def is_whole(self, node: str, volume: str) -> bool:
@@ -113,8 +117,8 @@ class StagedCopies:
             names.LABEL_DATASET: version.dataset,
             names.LABEL_BYTES: str(version.size),
         }
-        await self._daemons.call(node, "create_volume", volume, labels=labels)
         self.record_use(node, volume)
+        await self._daemons.call(node, "create_volume", volume, labels=labels)
 
     async def remove(self, node: str, volume: str) -> bool:
         """Remove a copy, and return whether it is gone.
@@ -125,11 +129,11 @@ class StagedCopies:
         self._whole.discard((node, volume))
         try:
             # Without force: the daemon refuses to remove a volume that a container uses.
-            await self._daemons.run(node, lambda client: client.remove_volume(volume), kind=CallKind.MOUNTING)
-        except NotFound:
-            return True
+            with suppress(NotFound):
+                await self._daemons.run(node, lambda client: client.remove_volume(volume), kind=CallKind.MOUNTING)
         except Conflict:
             return False
+        self._requested.discard((node, volume))
         return True
 
     async def find_removals(self, node: str, *, keep_s: float, missing_bytes: int) -> list[CopyRemoval]:
@@ -151,7 +155,7 @@ class StagedCopies:
 
     def _is_free(self, node: str, copy: StagedCopy, idle_s: Mapping[str, float]) -> bool:
         # A copy that only an earlier run of the broker knew was not requested in this one.
-        return idle_s[copy.volume] >= PINNED_S or not self.is_whole(node, copy.volume)
+        return idle_s[copy.volume] >= PINNED_S or (node, copy.volume) not in self._requested
 
 
 def parse_copies(listed: Mapping[str, Any]) -> list[StagedCopy]:

@@ -57,13 +57,15 @@ async def test_copy_in_use_or_just_requested_remains(tmp_path: Path) -> None:
     version = DatasetVersion(dataset="datasets/a", digest="1" * 64, files=1, size=5)
     volume = copies.build_volume(version)
     assert volume == f"ghtest-staged-a-{'1' * 16}"
-    await copies.create("rig1", version)
-    copies.record_whole("rig1", volume)
 
     async def find(keep_s: float = DAY) -> list[str]:
         found = await copies.find_removals("rig1", keep_s=keep_s, missing_bytes=10**6)
         return [removal.copy.volume for removal in found]
 
+    await copies.create("rig1", version)
+    # The container that fills it does not exist yet.
+    assert await find() == []
+    copies.record_whole("rig1", volume)
     assert await find() == []
     clock.ahead_s += 700
     assert await find() == [volume]
@@ -76,3 +78,14 @@ async def test_copy_in_use_or_just_requested_remains(tmp_path: Path) -> None:
     assert await find() == [volume]
     assert await copies.remove("rig1", volume)
     assert not await copies.exists("rig1", volume)
+
+
+async def test_copy_of_an_earlier_run_of_the_broker_makes_room_at_once(tmp_path: Path) -> None:
+    """Nobody has requested it in this run."""
+    cluster, clock = build_cluster(), AheadClock()
+    daemons = SimulatedDaemons(cluster.nodes, simulated_nodes(), tmp_path)
+    version = DatasetVersion(dataset="datasets/a", digest="1" * 64, files=1, size=5)
+    await StagedCopies(daemons, clock).create("rig1", version)
+    later = StagedCopies(daemons, clock)
+    (removal,) = await later.find_removals("rig1", keep_s=DAY, missing_bytes=10**6)
+    assert removal.copy.volume == later.build_volume(version)
