@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuhub.broker.state import mutations
 from gpuhub.broker.state.broker_state import BrokerState
-from gpuhub.broker_api.schemas import JobState, WorkerState
+from gpuhub.broker_api.schemas import JobState, LeaseState, WorkerState
 from gpuhub.common.errors import GpuhubError, NodeUnreachable, NotFound
 from gpuhub.common.tasks import cancel_tasks
 from gpuhub.common.units import format_size
@@ -79,7 +79,9 @@ class WorkerLauncher:
         #: When the last start for a lease ended; monotonic.
         self._started: dict[str, float] = {}
         #: Leases of which a container may have been started, in this run of the broker or an earlier one.
-        self._may_run = set(core.ledger.snapshot.leases)
+        self._may_run = {
+            lease.id for lease in core.ledger.snapshot.leases.values() if lease.state is not LeaseState.REQUESTED
+        }
         self._retry: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:

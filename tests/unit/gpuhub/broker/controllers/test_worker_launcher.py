@@ -62,3 +62,19 @@ async def test_launch_from_a_notebook_fails_when_a_worker_may_run(setting: Setti
         job = await post(running, "ada", "/jobs", {**JOB, "nnodes": 3}, 201)
         view = await wait_for_state(running, f"/jobs/{job['id']}", "ended", "ada")
         assert view["reason"] == REASON
+
+
+async def test_job_that_waited_at_a_restart_of_the_broker_waits_again(setting: Setting) -> None:
+    """The earlier broker cannot have started anything of it."""
+    async with asgi_broker(setting) as running:
+        await post(running, "root", "/nodes/rig3/cordon", {"reason": "new fans"}, 200)
+        job = await post(running, "ada", "/jobs", {**JOB, "models": ["RTX 5060"]}, 201)
+        assert job["state"] == "waiting"
+    async with asgi_broker(setting) as running:
+        setting.nodes["rig3"].is_reachable = False
+        await post(running, "root", "/nodes/rig3/undrain", {}, 200)
+        await wait_for_state(running, f"/leases/{job['lease']['id']}", "releasing", "ada")
+        view = await read(running, "ada", f"/jobs/{job['id']}")
+        assert (view["state"], view["preemptions"]) == ("waiting", 0)
+        setting.nodes["rig3"].is_reachable = True
+        await wait_for_state(running, f"/jobs/{job['id']}", "running", "ada")
