@@ -182,8 +182,10 @@ def _read_exactly(stream: BinaryIO, count: int) -> bytes:
 class FolderWriter:
     """Writes entries to a folder that exists and is empty or has an earlier, interrupted copy."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, spare: int = 0) -> None:
+        """Write below `root`, on whose disk `spare` bytes remain free."""
         self._root = root
+        self._spare = spare
         self._folders: list[Entry] = []
 
     def write(self, entry: Entry, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -201,6 +203,8 @@ class FolderWriter:
             return
         with path.open("xb") as file:
             for chunk in chunks:
+                # Another copy may be written to the same disk.
+                check_space(self._root, len(chunk) + self._spare)
                 file.write(chunk)
                 yield chunk
             file.flush()
@@ -329,7 +333,7 @@ def copy(task: dict[str, Any], secret: str, report: Callable[[dict[str, Any]], N
         if task["next"] is not None:
             sender = Sender(task["next"], secret)
             stack.callback(sender.close)
-        writer = None if folder is None else FolderWriter(folder)
+        writer = None if folder is None else FolderWriter(folder, task["spare"])
         sinks: list[FolderWriter | Sender] = [sink for sink in (writer, sender) if sink is not None]
         if task["read"] is None:
             items = receive(stack.enter_context(accept_previous()), secret)

@@ -201,6 +201,28 @@ def test_space_is_checked_before_the_copy(dataset: Path, copy: Path) -> None:
     assert list(copy.iterdir()) == []
 
 
+def test_copy_ends_before_it_takes_the_space_to_be_left_free(
+    dataset: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another copy fills the same disk meanwhile: there was enough space for each of them alone."""
+    read_space = os.statvfs
+
+    def read_filled(folder: Path) -> os.statvfs_result:
+        space = list(read_space(folder))
+        # Blocks that are free, of 1 MiB each: 5 at first, less what the other copy has taken since the first check.
+        space[1], space[4] = 1024**2, 5 - 2 * len(spaces)
+        spaces.append(space[4])
+        return os.statvfs_result(space)
+
+    spaces: list[int] = []
+    task = copy_task(dataset, write=str(copy), spare=1024**2)
+    monkeypatch.setattr(staging.os, "statvfs", read_filled)
+    with pytest.raises(StagingError, match="the space to be left free need"):
+        run(task)
+    assert spaces == [5, 3, 1]
+    assert (copy / "train" / "0.bin").stat().st_size == 1024**2
+
+
 def test_program_prints_errors_as_json(dataset: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """The caller reads the last line, and the exit code."""
     monkeypatch.setattr("sys.argv", ["-c", json.dumps({"do": "list", "folder": str(dataset / "none")})])
