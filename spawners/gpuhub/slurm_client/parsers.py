@@ -294,7 +294,8 @@ def parse_gpus(text: str) -> tuple[GresGpus, ...]:
     for part in () if text in EMPTY_VALUES else _COMMA.split(text):
         if not re.match(r"(gres[:/])?gpu\b", part):
             continue
-        match = _GPU.fullmatch(part)
+        # slurmctld prints a missing type so for GPUs whose gres.conf names CPU cores.
+        match = _GPU.fullmatch(part.replace(":(null)", ""))
         if match is None:
             raise ValueError(f"{part!r} is not a GPU resource")
         indices = _INDICES.search(match[3] or "")

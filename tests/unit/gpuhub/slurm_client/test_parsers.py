@@ -79,6 +79,8 @@ def test_invalid_host_lists_are_refused(text: str) -> None:
         ("gpu:rtx5060:0(IDX:),gpu:rtx5070:1(IDX:1)", (GresGpus("rtx5060", 0, ()), GresGpus("rtx5070", 1, (1,)))),
         ("gpu:rtx5090:0(IDX:N/A)", (GresGpus("rtx5090", 0, ()),)),
         ("gpu:rtx5090:2(S:0-1)", (GresGpus("rtx5090", 2, ()),)),
+        ("gpu:(null):1(IDX:0)", (GresGpus("", 1, (0,)),)),
+        ("gpu:(null):0(IDX:N/A),gpu:(null):2(IDX:0,2)", (GresGpus("", 0, ()), GresGpus("", 2, (0, 2)))),
         ("gpu:1080:2", (GresGpus("1080", 2, ()),)),
         ("gres:gpu:rtx5090:2", (GresGpus("rtx5090", 2, ()),)),
         ("gres/gpu:rtx5090=2", (GresGpus("rtx5090", 2, ()),)),
