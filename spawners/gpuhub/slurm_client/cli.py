@@ -60,8 +60,13 @@ class SlurmCliClient:
         return SlurmSnapshot(jobs=jobs, nodes=messages.parse_output(inventory.parse_nodes, nodes))
 
     async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
-        # Slurm 22.05 lists all jobs in any case.
-        jobs = await self._jobs(f"--jobs={job_id}")
+        # Slurm 22.05 lists all jobs in any case; later versions fail for a job that slurmctld does not know.
+        try:
+            jobs = await self._jobs(f"--jobs={job_id}")
+        except SlurmRefused as refusal:
+            if not messages.is_job_over(str(refusal)):
+                raise
+            return None
         return parsers.select_job(jobs, job_id, name)
 
     async def submit(self, submission: SlurmSubmission) -> int:

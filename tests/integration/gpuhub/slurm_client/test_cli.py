@@ -80,6 +80,17 @@ async def test_read_snapshot_runs_squeue_and_sinfo(api: SlurmCliClient, commands
     assert await api.find_job(36) is None
 
 
+async def test_a_job_that_later_versions_do_not_know_is_none(api: SlurmCliClient, commands: Commands) -> None:
+    commands.respond("squeue", err="slurm_load_jobs error: Invalid job id specified", status=1)
+    assert await api.find_job(36, name="gh-lease-1") is None
+    await api.cancel(36, name="gh-lease-1", at_once=True)
+    with pytest.raises(SlurmRefused, match="Invalid job id"):
+        await api.set_time_limit(36, 60, name="gh-lease-1")
+    commands.respond("squeue", err="slurm_load_jobs error: Access/permission denied", status=1)
+    with pytest.raises(SlurmRefused, match="permission denied"):
+        await api.find_job(36)
+
+
 async def test_submit_runs_sbatch_with_a_clean_environment(
     api: SlurmCliClient, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
