@@ -16,7 +16,15 @@ from gpuhub.config.users.identity import find_account_name
 from gpuhub.slurm_client import inventory, messages, parsers
 from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.job_control import FindName, UserNames, require_job, signal_until_ended
-from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmSite, SlurmSnapshot, SlurmSubmission, Submitter
+from gpuhub.slurm_client.models import (
+    GpuTime,
+    SlurmJob,
+    SlurmNode,
+    SlurmSite,
+    SlurmSnapshot,
+    SlurmSubmission,
+    Submitter,
+)
 from gpuhub.slurm_client.programs import SlurmPrograms, build_user_command
 from gpuhub.slurm_client.submission import END_SIGNAL, PERSISTED_COMMENT, format_sbatch
 
@@ -54,10 +62,12 @@ class SlurmCliClient:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_MAX_COMMANDS, thread_name_prefix="slurm")
         self._user_names = UserNames(find_name)
+        #: Command whose JSON lists the nodes. Since 23.02 sinfo's has the lines of its table in place of them.
+        self._list_nodes: tuple[str, ...] = ("sinfo",)
 
     async def read_snapshot(self) -> SlurmSnapshot:
-        jobs, nodes = await asyncio.gather(self._jobs(), self._run_json("sinfo"))
-        return SlurmSnapshot(jobs=jobs, nodes=messages.parse_output(inventory.parse_nodes, nodes))
+        jobs, nodes = await asyncio.gather(self._jobs(), self._nodes())
+        return SlurmSnapshot(jobs=jobs, nodes=nodes)
 
     async def find_job(self, job_id: int, *, name: str | None = None) -> SlurmJob | None:
         # Slurm 22.05 lists all jobs in any case; later versions fail for a job that slurmctld does not know.
@@ -117,14 +127,14 @@ class SlurmCliClient:
         # slurmctld's own version, which may differ from the commands'.
         messages.require_version(messages.parse_version(config.get("SLURM_VERSION", "")))
         partitions = await self._run("scontrol", "show", "partition", "--oneliner")
-        nodes = await self._run_json("sinfo")
+        nodes = await self._nodes()
         reservations = await self._run("scontrol", "show", "reservation", "--oneliner")
         accounts, qos = await self._read_accounting(config)
         return SlurmSite(
             version=messages.parse_version(config["SLURM_VERSION"]),
             cluster=config.get("ClusterName", ""),
             partitions=messages.parse_output(inventory.parse_partition_lines, partitions),
-            nodes=messages.parse_output(inventory.parse_nodes, nodes),
+            nodes=nodes,
             has_accounting=accounts is not None,
             accounts=accounts or (),
             qos=qos or (),
@@ -144,6 +154,13 @@ class SlurmCliClient:
     async def _jobs(self, *options: str) -> tuple[SlurmJob, ...]:
         document = await self._run_json("squeue", "--states=all", *options)
         return await self._user_names.add_names(messages.parse_output(parsers.parse_jobs, document))
+
+    async def _nodes(self) -> tuple[SlurmNode, ...]:
+        document = await self._run_json(*self._list_nodes)
+        if isinstance(document, dict) and "sinfo" in document:
+            self._list_nodes = ("scontrol", "show", "nodes")
+            document = await self._run_json(*self._list_nodes)
+        return messages.parse_output(inventory.parse_nodes, document)
 
     async def _run_json(self, program: str, *options: str) -> Any:
         """Run a command and return its JSON document.

@@ -46,7 +46,7 @@ _GPUS_HELD = re.compile(r"gres/gpu(:[^=,]+)?=(\d+)")
 
 
 def parse_nodes(document: Any) -> tuple[SlurmNode, ...]:
-    """Parse the nodes in a document of `sinfo --json` or slurmrestd's `/nodes`.
+    """Parse the nodes in a document of `sinfo --json`, `scontrol --json show nodes` or slurmrestd's `/nodes`.
 
     Raises:
         ValueError: The document has an unknown form.

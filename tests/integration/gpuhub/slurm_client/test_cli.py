@@ -80,6 +80,18 @@ async def test_read_snapshot_runs_squeue_and_sinfo(api: SlurmCliClient, commands
     assert await api.find_job(36) is None
 
 
+async def test_nodes_of_later_versions_are_listed_by_scontrol(api: SlurmCliClient, commands: Commands) -> None:
+    commands.respond("squeue", json.dumps({"jobs": [], "errors": []}))
+    commands.respond("sinfo", json.dumps({"sinfo": [{"nodes": {"nodes": ["sx1"]}}], "errors": []}))
+    commands.respond("scontrol", (DATA / "nodes-24.11.json").read_text())
+    for _ in range(2):
+        nodes = {node.name: node for node in (await api.read_snapshot()).nodes}
+        assert (nodes["sx1"].gpus, nodes["sx1"].used, nodes["sx1"].state) == ({"rtx5090": 2}, {"rtx5090": 2}, "mixed")
+        assert (nodes["sx2"].gpus, nodes["sx2"].used, nodes["sx2"].takes_work) == ({"": 2}, {}, True)
+    asked = [call for call in commands.read_calls() if not call.startswith("squeue")]
+    assert asked == ["sinfo --json --all", *["scontrol --json --all show nodes"] * 2]
+
+
 async def test_a_job_that_later_versions_do_not_know_is_none(api: SlurmCliClient, commands: Commands) -> None:
     commands.respond("squeue", err="slurm_load_jobs error: Invalid job id specified", status=1)
     assert await api.find_job(36, name="gh-lease-1") is None
