@@ -6,7 +6,9 @@ held and for how long is decided by Slurm.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from gpuhub.backends.external_scheduler import ExternalScheduler
 from gpuhub.common import names
@@ -230,6 +232,8 @@ class SlurmScheduler(ExternalScheduler):
         nodes = [NodeAllocation(node=name, slots=slots) for name, slots in slots_of if slots is not None]
         if len(nodes) < len(slots_of):
             return None
+        if request.exclusive:
+            nodes = _select_requested(request, nodes)
         # A job with GPUs anywhere may have been given a node for its processes alone.
         return tuple(node for node in nodes if node.slots or not request.size)
 
@@ -249,11 +253,31 @@ def number_slots(slots: Sequence[GpuSlot], node: SlurmNode, table: SlurmSettings
     return {number: slot for number, slot in enumerate(ordered) if slot is not None}
 
 
+def _select_requested(request: SchedulingRequest, nodes: Sequence[NodeAllocation]) -> list[NodeAllocation]:
+    """Return as many suitable GPUs as requested: an exclusive job has all GPUs of its nodes."""
+    models = [Counter(slot.card.model for slot in node.slots) for node in nodes]
+
+    def rank(slot: GpuSlot) -> tuple[bool, int]:
+        common = min(counts[slot.card.model] for counts in models) if request.same_model else 0
+        return not request.requirement.accepts(slot.card), -common
+
+    selected: list[NodeAllocation] = []
+    for node in nodes:
+        count = request.gpus_per_node
+        if request.spread is not None:
+            count = request.spread - sum(len(before.slots) for before in selected)
+        selected.append(replace(node, slots=tuple(sorted(node.slots, key=rank)[:count])))
+    return selected
+
+
 def _has_shape(request: SchedulingRequest, job: SlurmJob) -> bool:
     counts: Sequence[int] = [len(job.gpus.get(node, ())) for node in job.nodes]
+    # An exclusive job has all GPUs of its nodes, whatever it requested.
     if request.spread is not None:
-        return sum(counts) == request.spread
-    is_each = all(count == request.gpus_per_node for count in counts)
+        return sum(counts) == request.spread or (request.exclusive and sum(counts) > request.spread)
+    is_each = all(
+        count == request.gpus_per_node or (request.exclusive and count > request.gpus_per_node) for count in counts
+    )
     return is_each and request.least_nodes <= len(counts) <= request.nodes
 
 

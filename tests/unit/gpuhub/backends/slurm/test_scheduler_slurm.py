@@ -78,6 +78,43 @@ def test_running_job_is_granted_once() -> None:
     assert scheduler.report_usage(100.0)["ada"].gpus == 1
 
 
+def test_exclusive_request_gets_the_gpus_that_it_requested() -> None:
+    """Slurm allocates all GPUs of the node to an exclusive job; the others are shown as held by the job."""
+    running = job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0, 1)})
+    scheduler = build(running)
+    exclusive = request("a", 7, exclusive=True)
+    scheduler.put_request(exclusive)
+    assert scheduler.explain_misfit(exclusive, running) is None
+    assert scheduler.explain_misfit(request("b", 7), running) is not None
+    assert scheduler.explain_misfit(request("b", 7, exclusive=True, gpus_per_node=3), running) is not None
+    assert scheduler.explain_misfit(request("b", 7, exclusive=True, spread=1), running) is None
+    [grant] = scheduler.decide(100.0).grants.values()
+    assert [slot.uuid for node in grant.node_allocations for slot in node.slots] == ["rig1-0"]
+    assert scheduler.find_external_jobs() == {"rig1-1": running}
+
+
+def test_exclusive_request_gets_suitable_gpus_of_one_model() -> None:
+    cards = (("RTX 5060", 8192), ("RTX 5070", 12288), ("RTX 5070", 12288))
+    there = tuple(
+        GpuSlot(uuid=f"u{index}", node="rig1", index=index, card=GpuSpec(model=model, memory_mib=memory_mib))
+        for index, (model, memory_mib) in enumerate(cards)
+    )
+    node = SlurmNode(name="gpu-a", state="mixed", takes_work=True, gpus={"rtx5060": 1, "rtx5070": 2})
+    running = job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0, 1, 2)})
+
+    def grant(**fields: Any) -> list[str]:
+        scheduler = build(running, nodes=(node,))
+        scheduler.put_node(NodeCapacity(name="rig1", slots=there))
+        scheduler.put_request(request("a", 7, exclusive=True, **fields))
+        [granted] = scheduler.decide(100.0).grants.values()
+        return [slot.uuid for node in granted.node_allocations for slot in node.slots]
+
+    assert grant(gpus_per_node=2, same_model=True) == ["u1", "u2"]
+    assert grant(requirement=GpuRequirement(models=("RTX 5070",))) == ["u1"]
+    assert grant(spread=2) == ["u0", "u1"]
+    assert grant(gpus_per_node=0) == []
+
+
 def test_nothing_is_granted_on_unavailable_nodes() -> None:
     scheduler = build(job(7, SlurmJobState.RUNNING, nodes=("gpu-a",), gpus={"gpu-a": (0,)}))
     scheduler.put_node(
