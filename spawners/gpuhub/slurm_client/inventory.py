@@ -185,12 +185,12 @@ def _parse_seconds(span: str) -> int | None:
 def _parse_partition(each: Mapping[str, Any]) -> SlurmPartition:
     maximums, defaults = each.get("maximums") or {}, each.get("defaults") or {}
     nodes, within = each.get("nodes"), each.get("partition") or {}
-    flags = {word.lower() for word in read_words(each.get("flags") or within.get("flags"))}
+    flags = each.get("flags", within.get("flags"))
     longest = read_number(each.get("max_time_limit", maximums.get("time")))
     usual = read_number(each.get("default_time_limit", defaults.get("time")))
     return SlurmPartition(
         name=str(each["name"]),
-        is_default="default" in flags,
+        is_default=None if flags is None else "DEFAULT" in read_words(flags),
         is_up="UP" in read_words(each.get("state") or within.get("state") or "UP"),
         max_time_s=None if longest is None else longest * 60,
         default_time_s=None if usual is None else usual * 60,

@@ -95,7 +95,8 @@ class SlurmPartition:
     """A partition with its limits; None for no limit."""
 
     name: str
-    is_default: bool = False
+    #: None if it is unknown: slurmrestd of Slurm 23.02 and later does not report it.
+    is_default: bool | None = False
     is_up: bool = True
     max_time_s: int | None = None
     #: Time limit of a job that requests none.

@@ -142,7 +142,7 @@ def _join_names(names: Sequence[str]) -> str:
 def _check_shape(where: str, cluster: ClusterSettings, site: SlurmSite, shape: JobShape) -> Iterator[str]:
     partition = find_partition(site, shape.terms.partition)
     if partition is None:
-        if shape.terms.partition is None:
+        if shape.terms.partition is None and all(each.is_default is not None for each in site.partitions):
             names = [each.name for each in site.partitions]
             yield f'slurm.partition is not set: Slurm says "{_NO_DEFAULT}"; there are: {_join_names(names)}'
         return

@@ -80,7 +80,7 @@ def _build_partition(
     )
     return PartitionView(
         name=partition.name,
-        is_default=partition.is_default,
+        is_default=partition.is_default is True,
         is_up=partition.is_up,
         longest_s=partition.max_time_s,
         usual_s=partition.default_time_s,

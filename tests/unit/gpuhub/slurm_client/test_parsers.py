@@ -311,6 +311,7 @@ def test_partition_of_later_versions() -> None:
     )[0]
     assert (found.nodes, found.max_nodes, found.max_time_s, found.default_time_s) == (("sx1", "sx2"), 2, 3600, None)
     assert found.is_up
+    assert found.is_default is None
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,13 @@ def test_matching_site_has_no_mistakes() -> None:
     )
 
 
+def test_unknown_default_partition_is_left_to_slurm() -> None:
+    """slurmrestd of Slurm 23.02 and later does not report it."""
+    partitions = tuple(replace(partition, is_default=None) for partition in SITE.partitions)
+    assert check_site(site_cluster(), replace(SITE, partitions=partitions)) == []
+    assert check_site(site_cluster({"partition": "gpus"}), replace(SITE, partitions=partitions)) != []
+
+
 @pytest.mark.parametrize(
     ("slurm", "profile", "expected"),
     [
