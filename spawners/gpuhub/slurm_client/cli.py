@@ -14,7 +14,7 @@ from typing import Any
 from gpuhub.common.errors import SetupError
 from gpuhub.config.users.identity import find_account_name
 from gpuhub.slurm_client import inventory, messages, parsers
-from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm_client.interface import UNDRAIN_REASON, SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.job_control import FindName, UserNames, require_job, signal_until_ended
 from gpuhub.slurm_client.models import (
     GpuTime,
@@ -118,7 +118,7 @@ class SlurmCliClient:
         await self._run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}")
 
     async def undrain_node(self, node: str) -> None:
-        await self._run("scontrol", "update", f"NodeName={node}", "State=UNDRAIN")
+        await self._run("scontrol", "update", f"NodeName={node}", "State=UNDRAIN", f"Reason={UNDRAIN_REASON}")
 
     async def read_site(self) -> SlurmSite:
         self._require_programs()

@@ -76,7 +76,8 @@ case $(printf '%s\n' "$shown" | sed -nE 's/.* State=([^ ]*) .*/\1/p') in
 esac
 case $is_drained:$reason in yes:"gpuhub: GPU"*) ;; yes:*) exit 0 ;; esac
 if [ -z "$problems" ]; then
-    [ -z "$is_drained" ] || scontrol update "NodeName=$node" State=UNDRAIN
+    # Slurm may keep the last reason, also for a later drain by `scontrol reboot`: it must not be that of a failed GPU.
+    [ -z "$is_drained" ] || scontrol update "NodeName=$node" State=UNDRAIN "Reason=gpuhub: all GPUs work again"
 elif [ "$reason" != "gpuhub: $problems" ]; then
     scontrol update "NodeName=$node" State=DRAIN "Reason=gpuhub: $problems"
 fi

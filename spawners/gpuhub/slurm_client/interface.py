@@ -8,6 +8,10 @@ from typing import Protocol
 from gpuhub.common.errors import InvalidRequest, SchedulerUnreachable
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmSite, SlurmSnapshot, SlurmSubmission
 
+#: Reason of a node whose drain gpuhub has ended. Since 23.11, Slurm without slurmdbd keeps the last reason until a job
+#: starts there, also for a drain by `scontrol reboot`, and that of gpuhub's drain would stand for a GPU that fails.
+UNDRAIN_REASON = "gpuhub: all GPUs work again"
+
 
 class SlurmUnreachable(SchedulerUnreachable):
     """slurmctld does not answer: the state of its jobs is unknown, and no job is lost."""

@@ -27,7 +27,7 @@ import httpx
 from gpuhub.common.errors import SetupError
 from gpuhub.config.users.identity import find_account_name
 from gpuhub.slurm_client import inventory, messages, parsers
-from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm_client.interface import UNDRAIN_REASON, SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.job_control import FindName, UserNames, require_job, signal_until_ended
 from gpuhub.slurm_client.models import GpuTime, SlurmJob, SlurmSite, SlurmSnapshot, SlurmSubmission
 from gpuhub.slurm_client.submission import END_SIGNAL, OLDEST_REST, PERSISTED_COMMENT, format_rest, format_rest_nodes
@@ -195,7 +195,7 @@ class SlurmRestClient:
         await self._update_node(node, {"state": ["DRAIN"], "reason": reason})
 
     async def undrain_node(self, node: str) -> None:
-        await self._update_node(node, {"state": ["UNDRAIN"]})
+        await self._update_node(node, {"state": ["UNDRAIN"], "reason": UNDRAIN_REASON})
 
     async def _update_node(self, node: str, changes: Mapping[str, Any]) -> None:
         if await self._find_version() == OLDEST_REST:

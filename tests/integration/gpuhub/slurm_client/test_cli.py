@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from gpuhub.backends.slurm.gpu_drains import PREFIX
 from gpuhub.common.errors import SetupError
 from gpuhub.slurm_client import programs
 from gpuhub.slurm_client.cli import SlurmCliClient
-from gpuhub.slurm_client.interface import SlurmRefused, SlurmUnreachable
+from gpuhub.slurm_client.interface import UNDRAIN_REASON, SlurmRefused, SlurmUnreachable
 from gpuhub.slurm_client.messages import parse_refusal, parse_version, require_version, shorten_error
 from gpuhub.slurm_client.models import SlurmJobState, SlurmSubmission, Submitter
 from gpuhub.slurm_client.submission import HOLDER_SCRIPT
@@ -234,6 +235,15 @@ async def test_only_a_job_with_the_expected_name_is_changed(api: SlurmCliClient,
     assert asked == ["scancel --name=another 37"]
     await api.persist_job(37, name=job.name)
     assert commands.read_calls()[-1].startswith("scontrol update JobId=37 ")
+
+
+async def test_end_of_a_drain_replaces_its_reason(api: SlurmCliClient, commands: Commands) -> None:
+    """Slurm may keep a node's last reason; that of gpuhub's drain would stand for a GPU that fails."""
+    await api.undrain_node("sx1")
+    assert commands.read_calls() == [
+        f"scontrol update NodeName=sx1 State=UNDRAIN Reason={UNDRAIN_REASON}",
+    ]
+    assert not UNDRAIN_REASON.startswith(PREFIX)
 
 
 async def test_unsupported_slurm_versions_are_refused(api: SlurmCliClient, commands: Commands) -> None:

@@ -282,5 +282,5 @@ async def test_drains_need_a_newer_slurmrestd() -> None:
     await client.undrain_node("sx1")
     assert [json.loads(request.content) for request in seen if request.method == "POST"] == [
         {"state": ["DRAIN"], "reason": "gpuhub: GPU 0: Xid 79"},
-        {"state": ["UNDRAIN"]},
+        {"state": ["UNDRAIN"], "reason": "gpuhub: all GPUs work again"},
     ]
