@@ -17,6 +17,8 @@ from gpuhub.slurm_client.models import SlurmSite
 
 _AS_OF = re.compile(r"(?m)^Configuration data as of (\d+)\s*$")
 _SOCKET = re.compile(r"(?:^|,)socket=([^,]+)")
+#: Since 24.05 slurm.conf may name several, which are numbered then, also a single one.
+_EPILOG = re.compile(r"epilog(\[\d+\])?")
 _NULL = "(null)"
 MIN_SLURM: version_checks.Version = (22, 5)
 #: The guide for the Epilog and the health check.
@@ -55,9 +57,9 @@ class SlurmFacts:
 
     @property
     def epilog(self) -> str:
-        """The program that Slurm runs after each job; empty for none."""
-        value = self.config.get("epilog", "")
-        return "" if value == _NULL else value
+        """The program that Slurm runs after each job, gpuhub's if it has several; empty for none."""
+        programs = [value for key, value in self.config.items() if _EPILOG.fullmatch(key) and value != _NULL]
+        return next((program for program in programs if "gpuhub" in program), next(iter(programs), ""))
 
 
 def parse_config(text: str) -> dict[str, str]:

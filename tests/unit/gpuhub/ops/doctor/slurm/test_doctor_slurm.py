@@ -103,6 +103,20 @@ def test_each_problem_of_a_site(changes: dict[str, object], check: str, level: S
     assert levels(check_slurm(replace(FACTS, **changes), SlurmSettings())) == {check: level}  # type: ignore[arg-type]
 
 
+def test_epilogs_of_later_versions_are_numbered() -> None:
+    """One is gpuhub's; slurmctld's own program is none of them."""
+    text = """\
+EpilogSlurmctld[0]      = /etc/slurm/gpuhub-other.sh
+Epilog[0]               = /etc/slurm/scratch.sh
+Epilog[1]               = /etc/slurm/gpuhub-epilog.sh
+"""
+    others = {key: value for key, value in FACTS.config.items() if key != "epilog"}
+    assert replace(FACTS, config={**others, **parse_config(text)}).epilog == "/etc/slurm/gpuhub-epilog.sh"
+    single = replace(FACTS, config={**others, "epilog[0]": "/etc/slurm/scratch.sh"})
+    assert single.epilog == "/etc/slurm/scratch.sh"
+    assert levels(check_slurm(single, SlurmSettings())) == {}
+
+
 def test_without_containers_only_slurm_isolates_jobs() -> None:
     """A warning for a site with Docker is a failure without it; an Epilog is not needed then, and a health check is."""
     plain = SlurmSettings(runtime="plain", command=Path("/opt/lab"))
