@@ -65,8 +65,10 @@ def create_accounts(
         return
     with open_machines(cluster, paths, console, head, is_confirmed=yes) as machines:
         keys = [*uids, *(str(uid) for uid in uids.values())]
-        accounts = on_all(machines, lambda machine: parse_accounts(machine.runner.run(_READ_ACCOUNTS, tuple(keys))))
-        users = list_accounts(uids, accounts[0])
+        users = list_accounts(uids, _read_accounts(machines[0], keys))
+        # Users may share a primary group, which other machines may have, too.
+        keys += dict.fromkeys(str(user.gid) for user in users)
+        accounts = on_all(machines, lambda machine: _read_accounts(machine, keys))
         conflicts = [
             f"  {machine.name}: {conflict}"
             for machine, there in zip(machines, accounts, strict=True)
@@ -94,6 +96,10 @@ def find_uids(users: UserSettings, state: Path, console: OperatorConsole) -> dic
             except NotAllowed as error:
                 console.write(f"  ! {error}")
     return find_known_uids(users, state)
+
+
+def _read_accounts(machine: SlurmMachine, keys: Sequence[str]) -> MachineAccounts:
+    return parse_accounts(machine.runner.run(_READ_ACCOUNTS, tuple(keys)))
 
 
 def parse_accounts(text: str) -> MachineAccounts:
