@@ -63,7 +63,7 @@ class SharedJobStreamHandler(EventStreamHandler):
         check_job_id(job)
         loop = asyncio.get_running_loop()
         end = loop.time() + MAX_STREAM_S
-        with self.feeds.admit("shared jobs", user.name, MAX_OUTPUTS):
+        async with self.feeds.admit("shared jobs", user.name, MAX_OUTPUTS):
             broker = self.broker.acting(self.user_tokens.get(user))
             has_started = asyncio.Event()
             state = asyncio.ensure_future(self._send_state(broker, job, has_started))

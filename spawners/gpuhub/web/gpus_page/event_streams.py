@@ -154,21 +154,22 @@ class PageStreamHandler(EventStreamHandler):
     async def _send_updates(self, user: Any, node_filter: NodeFilter, for_s: float) -> None:
         loop, sent = asyncio.get_running_loop(), PageUpdates()
         end = loop.time() + for_s
-        with self.feeds.admit("pages", user.name, MAX_PAGES), self.feeds.join(user) as feed:
-            await _wait_settled(feed)
-            while feed.refusal is None:
-                feed.changed.clear()
-                cluster, own = feed.cluster.value, feed.own.value
-                data = GpusPageData.build(user, None if cluster is None else cluster.view, own)
-                update = sent.build(render_page(data, node_filter, cluster), own)
-                if update is not None:
-                    await self.send_event("update", {**update, "now": datetime.now(UTC).isoformat()})
-                if loop.time() >= end:
-                    return
-                await asyncio.sleep(PERIOD_S)
-                while not await _wait_event(feed.changed, HEARTBEAT_S) and loop.time() < end:
-                    await self.send_heartbeat()
-            raise feed.refusal
+        async with self.feeds.admit("pages", user.name, MAX_PAGES):
+            with self.feeds.join(user) as feed:
+                await _wait_settled(feed)
+                while feed.refusal is None:
+                    feed.changed.clear()
+                    cluster, own = feed.cluster.value, feed.own.value
+                    data = GpusPageData.build(user, None if cluster is None else cluster.view, own)
+                    update = sent.build(render_page(data, node_filter, cluster), own)
+                    if update is not None:
+                        await self.send_event("update", {**update, "now": datetime.now(UTC).isoformat()})
+                    if loop.time() >= end:
+                        return
+                    await asyncio.sleep(PERIOD_S)
+                    while not await _wait_event(feed.changed, HEARTBEAT_S) and loop.time() < end:
+                        await self.send_heartbeat()
+                raise feed.refusal
 
 
 class OutputStreamHandler(EventStreamHandler):
@@ -183,7 +184,7 @@ class OutputStreamHandler(EventStreamHandler):
     async def _send_output(self, user: Any, job: str) -> None:
         check_job_id(job)
         end = asyncio.get_running_loop().time() + MAX_STREAM_S
-        with self.feeds.admit("outputs of jobs", user.name, MAX_OUTPUTS):
+        async with self.feeds.admit("outputs of jobs", user.name, MAX_OUTPUTS):
             broker = self.broker.acting(self.user_tokens.get(user))
             await self.send_output(broker.follow_output(job, OUTPUT_TAIL_BYTES), end)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from gpuhub.broker_api.errors import NotKnown, TooManyRequests, TooManyStreams
@@ -33,6 +33,8 @@ MAX_PAGES = 6
 MAX_OUTPUTS = 3
 #: Maximum number of pages and outputs that all users together have open.
 MAX_VIEWERS = 2000
+#: Time in which one that a browser has closed is noticed, seconds: the request for the next one may arrive before.
+CLOSING_S = 3.0
 
 
 class Feed(Generic[T]):
@@ -126,14 +128,20 @@ class LiveFeeds:
         self._clusters: dict[frozenset[str], Feed[RenderedCluster]] = {}
         self._own: dict[tuple[str, bool], Feed[OwnView]] = {}
         self._open: Counter[tuple[str, str]] = Counter()
+        self._closed = asyncio.Event()
 
-    @contextmanager
-    def admit(self, kind: str, name: str, most: int) -> Iterator[None]:
-        """Count one more `kind` of a user for the duration of the context.
+    @asynccontextmanager
+    async def admit(self, kind: str, name: str, most: int) -> AsyncIterator[None]:
+        """Count one more `kind` of a user for the duration of the context, after a moment if one is being closed.
 
         Raises:
             TooManyStreams: the user has too many open, or all users together have.
         """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING_S):
+                while self._open[kind, name] >= most:
+                    self._closed.clear()
+                    await self._closed.wait()
         if self._open[kind, name] >= most:
             raise TooManyStreams(f"You have {most} {kind} open, which is the limit. Close one and reload this page.")
         if self._open.total() >= MAX_VIEWERS:
@@ -144,6 +152,7 @@ class LiveFeeds:
         finally:
             self._open[kind, name] -= 1
             self._open += Counter()  # drops those with a count of zero
+            self._closed.set()
 
     @contextmanager
     def join(self, user: Any) -> Iterator[PageFeed]:

@@ -126,18 +126,36 @@ async def test_each_user_has_an_own_stream_with_the_own_token(cluster: ClusterSe
     assert (live._clusters, live._own) == ({}, {})
 
 
-def test_number_of_pages_is_limited(cluster: ClusterSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_pages_is_limited(cluster: ClusterSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a user, and for all together."""
+    monkeypatch.setattr(feeds, "CLOSING_S", 0.01)
     live = LiveFeeds(cluster, lambda: None, UserTokens())
-    with live.admit("pages", "ada", 1):
-        with pytest.raises(TooManyStreams, match="You have 1 pages open"), live.admit("pages", "ada", 1):
-            pass
-        with live.admit("pages", "ben", 1):
+    async with live.admit("pages", "ada", 1):
+        with pytest.raises(TooManyStreams, match="You have 1 pages open"):
+            await live.admit("pages", "ada", 1).__aenter__()
+        async with live.admit("pages", "ben", 1):
             monkeypatch.setattr(feeds, "MAX_VIEWERS", 2)
-            with pytest.raises(TooManyStreams, match="Too many users"), live.admit("pages", "eve", 1):
-                pass
-    with live.admit("pages", "ada", 1):
+            with pytest.raises(TooManyStreams, match="Too many users"):
+                await live.admit("pages", "eve", 1).__aenter__()
+    async with live.admit("pages", "ada", 1):
         pass
+
+
+async def test_output_waits_for_the_one_that_its_browser_closes(cluster: ClusterSettings) -> None:
+    """The request for the next one may arrive before the end of the connection of the last one."""
+    live = LiveFeeds(cluster, lambda: None, UserTokens())
+    order = []
+
+    async def follow(job: str) -> None:
+        async with live.admit("outputs of jobs", "ada", 1):
+            order.append(job)
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as browser, live.admit("outputs of jobs", "ada", 1):
+        browser.create_task(follow("second"))
+        browser.create_task(follow("third"))
+        await asyncio.sleep(0)
+        order.append("first")
+    assert order == ["first", "second", "third"]
 
 
 async def test_nodes_are_rendered_once_for_many_viewers(
