@@ -148,8 +148,9 @@ class LeaseRow:
     #: Since when and until when its owner keeps an idle notebook; None if never.
     kept_from: float | None = None
     kept_until: float | None = None
-    #: A notebook that asks again for its GPUs if its container is lost, with this image; None for its profile's.
+    #: A notebook that asks again for its GPUs if its container is lost.
     is_persistent: bool = False
+    #: The image that a notebook's owner chose; None for its profile's.
     image: str | None = None
     #: When containers of the notebook were lost, seconds since 1970; the last ones.
     losses: tuple[float, ...] = ()

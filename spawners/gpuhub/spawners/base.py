@@ -268,15 +268,14 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
 
     async def _request_lease(self, profile: ProfileSettings) -> tuple[LeaseView, bool]:
         groups = [group.name for group in self.user.orm_user.groups]
-        keep = is_kept(self.user_options)
         return await notebook_lease.claim_lease(
             self.broker,
             self.user.name,
             self.name,
             profile.name,
             groups,
-            persistent=keep,
-            image=profile.image if keep and self.user_options.get("image") else None,
+            persistent=is_kept(self.user_options),
+            image=profile.image if self.user_options.get("image") else None,
             suspendable=is_suspendable(self.user_options),
         )
 

@@ -88,7 +88,8 @@ async def claim_lease(
 
     Args:
         groups: The owner's groups in the hub, for limits and reservations.
-        persistent: Ask again for its GPUs when its container was lost, then with this image.
+        persistent: Ask again for its GPUs when its container was lost.
+        image: The image that was chosen, with which a start that is interrupted or repeated continues.
         suspendable: Whether it may be suspended for others while it is idle.
 
     Raises:

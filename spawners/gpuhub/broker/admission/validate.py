@@ -65,7 +65,7 @@ def build_notebook_lease(
         since=transaction.now,
         time_limit_s=choose_time_limit(asked=request.time_limit_s, usual=profile.time_limit, longest=longest),
         is_persistent=request.persistent,
-        image=request.image if request.persistent else None,
+        image=request.image,
     )
 
 

@@ -184,7 +184,7 @@ class LeaseRequest(WireModel):
     time_limit_s: TimeLimit | None = None
     #: Ask again for its GPUs if the notebook's container is lost, such as by a reboot of its node.
     persistent: bool = False
-    #: The image that the notebook is started with again; None for the profile's.
+    #: The image that was chosen, which the hub is told when it has to start the notebook again; None for the profile's.
     image: Annotated[str, StringConstraints(min_length=1, max_length=255)] | None = None
     #: Whether it may be suspended for others while it is idle, where the profile's settings say so.
     suspendable: bool = True

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpuhub.broker_api.schemas import LeaseRequest
 from gpuhub.common.errors import BrokerUnreachable, InvalidRequest
+from gpuhub.config.settings import ProfileSettings
 from gpuhub.spawners import base
 from gpuhub.spawners.base import LeasedSpawner, SpawnFailed, is_kept, is_suspendable, parse_spawn_options
 
@@ -88,6 +90,36 @@ async def test_lost_container_is_left_to_the_broker(monkeypatch: pytest.MonkeyPa
             # The namespace has no superclass; what matters comes before.
             await hook()
         assert (calls, spawner.lease_id) == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"image": "lab/other:1"}, (False, "lab/other:1")),
+        ({"image": "lab/other:1", "keep": "yes"}, (True, "lab/other:1")),
+        ({"keep": "yes"}, (True, None)),
+    ],
+)
+async def test_broker_is_told_what_was_chosen(options: dict[str, str], expected: tuple[bool, str | None]) -> None:
+    """It repeats that to a hub which was restarted while the notebook waited."""
+    requests: list[LeaseRequest] = []
+
+    async def list_leases() -> list[Any]:
+        return []
+
+    async def request_lease(request: LeaseRequest) -> Any:
+        requests.append(request)
+        return SimpleNamespace(id="l1")
+
+    spawner: Any = SimpleNamespace(
+        broker=SimpleNamespace(leases=list_leases, request_lease=request_lease),
+        user=SimpleNamespace(name="ada", orm_user=SimpleNamespace(groups=[])),
+        name="",
+        user_options={"profile": "big", **options},
+    )
+    profile = ProfileSettings(name="big", title="Big", image="lab/other:1")
+    await LeasedSpawner._request_lease(spawner, profile)
+    assert [(request.persistent, request.image) for request in requests] == [expected]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("yes", True), (True, True), ("no", False), (False, False)])

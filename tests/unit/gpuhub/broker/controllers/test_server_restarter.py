@@ -115,6 +115,19 @@ async def test_forgotten_server_is_restarted_through_the_hub(setting: Setting, m
         await until(lambda: len(running.core.ledger.snapshot.leases) == 1, "the request of an unknown user ends")
 
 
+async def test_forgotten_server_has_the_options_that_were_chosen(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub would replace the image by that of the profile, and keep this as the user's choice."""
+    monkeypatch.setattr(server_restarter, "CHECK_PERIOD_S", 0.05)
+    monkeypatch.setattr(server_restarter, "POLL_TIMEOUT_S", 0.3)
+    async with asgi_broker(setting) as running:
+        await ask(running, "spawner", owner="ben", image="lab/other:1", suspendable=False)
+        await until(lambda: ("ben", "", "rtx5090") in setting.hub.started, "the hub is asked for ben's server")
+        chosen = {"profile": "rtx5090", "image": "lab/other:1", "suspend": "no"}
+        assert setting.hub.options["ben", ""] == chosen
+
+
 async def test_server_with_a_polling_spawner_is_not_restarted(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
