@@ -131,6 +131,9 @@ def _parse_switch(options: Mapping[str, object], name: str, *, default: bool) ->
 class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
     """A spawner whose notebook runs on the node and GPUs of a lease. Subclasses define `_start` and `_remove`."""
 
+    #: Whether the hub's process ends, which cancels all starts: the next one continues with leases and containers.
+    is_hub_ending = False
+
     cluster = Instance(ClusterSettings, help="The settings in cluster.toml.").tag(config=True)
     instance = Unicode("gpuhub", help="The instance's name; everything made on a node carries it.").tag(config=True)
     head_address = Unicode(help="The head node's address as nodes reach it.").tag(config=True)
@@ -217,7 +220,8 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
             origin = await self._start()
         except asyncio.CancelledError:
             # The start was stopped, or took too long. The hub does not wait for the cleanup, but `stop` does.
-            self._undo_task = asyncio.create_task(self._undo())
+            if not LeasedSpawner.is_hub_ending:
+                self._undo_task = asyncio.create_task(self._undo())
             raise
         except BaseExceptionGroup as group:
             raise await self._fail(group.exceptions[0]) from group

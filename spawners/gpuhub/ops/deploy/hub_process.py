@@ -13,6 +13,7 @@ from jupyterhub.traitlets import Callable
 from gpuhub.common.open_files import raise_open_file_limit
 from gpuhub.login.access_enforcer import AccessEnforcer
 from gpuhub.login.rules import ADMINISTRATOR_SCOPES
+from gpuhub.spawners.base import LeasedSpawner
 
 #: Time for the headers of a request, and for an idle connection; the proxy keeps connections open. Seconds.
 IDLE_S = 75.0
@@ -24,8 +25,8 @@ MAX_BODY_BYTES = 4 * 1024**2
 class GpuHub(JupyterHub):  # type: ignore[misc] # jupyterhub is untyped
     """JupyterHub as gpuhub needs it.
 
-    It reaches its services with internal TLS, its administrators reach no user's server, and users who may not log in
-    any more lose what they have.
+    It reaches its services with internal TLS, its administrators reach no user's server, users who may not log in any
+    more lose what they have, and what starts while it ends is left as it is.
     """
 
     make_broker = Callable(None, allow_none=True, config=True, help="Returns the client of the GPU broker.")
@@ -39,6 +40,11 @@ class GpuHub(JupyterHub):  # type: ignore[misc] # jupyterhub is untyped
         if self.make_broker is not None:
             enforcer = AccessEnforcer(users=self.users, authenticator=self.authenticator, broker=self.make_broker())
             self._enforcement = asyncio.ensure_future(enforcer.run())
+
+    async def cleanup(self) -> None:
+        # JupyterHub cancels all starts afterwards.
+        LeasedSpawner.is_hub_ending = True
+        await super().cleanup()
 
     async def init_role_creation(self) -> None:
         # JupyterHub refuses other scopes for this role in load_roles, and gives it to every user whom the authenticator
