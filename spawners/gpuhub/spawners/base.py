@@ -310,8 +310,8 @@ class LeasedSpawner(Spawner):  # type: ignore[misc] # JupyterHub is untyped
                 self._progress_log.add(text, percent=10)
 
     def _report_waiting(self, lease: LeaseView | None) -> None:
-        text, more_html = describe_waiting(lease)
-        self._progress_log.add(text, percent=15, more_html=more_html)
+        text, html_text = describe_waiting(lease)
+        self._progress_log.add(text, percent=15, html_text=html_text)
 
     async def _fail(self, error: BaseException) -> SpawnFailed:
         """Undo the start, and return the exception to raise instead of `error`."""

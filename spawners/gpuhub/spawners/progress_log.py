@@ -20,9 +20,9 @@ class ProgressLog:
         self._is_closed = False
         self._changed = asyncio.Event()
 
-    def add(self, message: str, *, percent: int, more_html: str = "") -> None:
-        """Add an event unless the last one is equal. `message` is escaped; `more_html` is trusted."""
-        event = {"progress": percent, "message": message, "html_message": html.escape(message) + more_html}
+    def add(self, message: str, *, percent: int, html_text: str = "") -> None:
+        """Add an event unless the last one is equal. `html_text` is trusted; without it, `message` is escaped."""
+        event = {"progress": percent, "message": message, "html_message": html_text or html.escape(message)}
         if self._events and self._events[-1][1] == event:
             return
         self._events = [*self._events[-(MAX_EVENTS - 1) :], (self._count, event)]

@@ -296,7 +296,7 @@ def render_form(
             home=home,
             hub_url=hub_url,
             style=read_style("gpuhub_form.css"),
-            script=read_asset("gpuhub_form.js"),
+            script=read_asset("gpuhub_local_times.js") + read_asset("gpuhub_form.js"),
         )
     )
 

@@ -32,12 +32,14 @@ from gpuhub.config.settings import ProfileSettings
 
 
 def describe_waiting(lease: LeaseView | None) -> tuple[str, str]:
-    """Return the text for a waiting lease and the HTML of a button that leaves the queue.
+    """Return the text for a waiting lease, and the same as HTML with a button that leaves the queue.
 
-    None stands for a broker that does not answer.
+    None stands for a broker that does not answer. In the HTML, times are for the page's script, which converts them to
+    the user's time zone.
     """
     if lease is None:
-        return "The queue does not answer; your place in it is kept.", ""
+        text = "The queue does not answer; your place in it is kept."
+        return text, html.escape(text)
     place = f": position {lease.position}" if lease.position else ""
     if lease.slurm_job is not None:
         place = f"{place or ':'} in Slurm's queue, as job {lease.slurm_job}"
@@ -45,13 +47,17 @@ def describe_waiting(lease: LeaseView | None) -> tuple[str, str]:
     if lease.waiting_for:
         text = lease.waiting_for if lease.slurm_job is None else capitalise(lease.waiting_for)
         parts.append(text if text.endswith(".") else f"{text}.")
+    text = " ".join(parts)
+    shown = html.escape(text)
     if lease.expected_start is not None:
-        parts.append(f"Expected at about {describe_time(lease.expected_start)}.")
+        clock = describe_time(lease.expected_start)
+        text += f" Expected at about {clock}."
+        shown += f' Expected at about <time datetime="{lease.expected_start.isoformat()}">{clock}</time>.'
     button = (
         ' <button type="button" class="btn btn-sm btn-outline-secondary gpuhub-leave" '
         f'data-lease="{html.escape(lease.id)}">Leave the queue</button>'
     )
-    return " ".join(parts), button
+    return text, shown + button
 
 
 def describe_user_limits(limits: UserLimits) -> str:

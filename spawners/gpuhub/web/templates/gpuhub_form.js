@@ -5,18 +5,6 @@
   var last = {};
   var failures = 0;
 
-  // Times come in the server's time zone and are shown in the user's.
-  function localTimes(element) {
-    element.querySelectorAll("time").forEach(function (time) {
-      var when = new Date(time.dateTime);
-      var today = when.toDateString() === new Date().toDateString();
-      var options = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
-      if (!today) { options.day = "numeric"; options.month = "short"; }
-      time.textContent = when.toLocaleString(undefined, options);
-      time.title = when.toLocaleString();
-    });
-  }
-
   function nameButton() {
     // Looked up each time, because it comes after this script in the page.
     var button = form && form.querySelector("button[type=submit]");
@@ -38,7 +26,7 @@
       if (last[name] === parts[name]) { return; }
       last[name] = parts[name];
       var element = root.querySelector('[data-gpuhub-part="' + CSS.escape(name) + '"]');
-      if (element) { element.innerHTML = parts[name]; localTimes(element); }
+      if (element) { element.innerHTML = parts[name]; showLocalTimes(element); }
     });
     nameButton();
   }
@@ -62,7 +50,7 @@
   }
 
   if (!root) { return; }
-  localTimes(root);
+  showLocalTimes(root);
   nameButton();
   root.addEventListener("change", chooseProfile);
   document.addEventListener("DOMContentLoaded", nameButton);

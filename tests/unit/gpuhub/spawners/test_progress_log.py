@@ -35,12 +35,13 @@ async def test_repeated_message_is_not_a_new_event() -> None:
     assert len(await collect(log)) == 1
 
 
-async def test_messages_are_escaped_and_html_additions_are_not() -> None:
+async def test_messages_are_escaped_and_html_is_not() -> None:
     """JupyterHub shows the HTML as it comes."""
     log = ProgressLog()
-    log.add("<b>", percent=1, more_html="<button>x</button>")
+    log.add("<b>", percent=1)
+    log.add("x", percent=1, html_text="<button>x</button>")
     log.close()
-    assert (await collect(log))[0]["html_message"] == "&lt;b&gt;<button>x</button>"
+    assert [event["html_message"] for event in await collect(log)] == ["&lt;b&gt;", "<button>x</button>"]
 
 
 async def test_only_the_last_events_are_kept() -> None:

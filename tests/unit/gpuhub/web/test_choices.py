@@ -136,13 +136,14 @@ def test_lease_of_another_profile_conflicts() -> None:
 
 
 def test_waiting_message_has_position_and_cancel_button() -> None:
-    """The text is plain, the button carries the lease."""
+    """The text is plain, the button carries the lease, and the HTML has the moment for the page's script."""
     soon = datetime.now().astimezone().replace(hour=14, minute=20) + timedelta(days=3)
-    waiting = change(lease(), position=2, waiting_for="big is held by ben", expected_start=soon)
-    text, more = describe_waiting(waiting)
-    assert text == f"Waiting for a GPU: position 2. big is held by ben. Expected at about {soon.day} {soon:%b} 14:20."
-    assert 'data-lease="lease-1"' in more
-    assert describe_waiting(None)[1] == ""
+    waiting = change(lease(), position=2, waiting_for="big is held by <ben>", expected_start=soon)
+    text, shown = describe_waiting(waiting)
+    assert text == f"Waiting for a GPU: position 2. big is held by <ben>. Expected at about {soon.day} {soon:%b} 14:20."
+    assert 'data-lease="lease-1"' in shown
+    assert f'&lt;ben&gt;. Expected at about <time datetime="{soon.isoformat()}">' in shown
+    assert "<button" not in describe_waiting(None)[1]
 
 
 def test_placement_message_names_node_and_gpus() -> None:
