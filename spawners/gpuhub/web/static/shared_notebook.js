@@ -32,7 +32,8 @@ async function refresh() {
     morph(facts, html);
     if (version !== shown) {
       shown = version;
-      frame.src = `${hubUrl}${path}/frame?version=${encodeURIComponent(version)}`;
+      // Not its `src`: each change of that is one more page of the history.
+      frame.contentWindow.location.replace(`${hubUrl}${path}/frame?version=${encodeURIComponent(version)}`);
     }
   } catch (error) {
     if (error.status === 403 || error.status === 404) { end(error.message); } else { connection.textContent = "connecting again …"; }

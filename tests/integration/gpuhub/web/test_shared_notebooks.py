@@ -113,8 +113,11 @@ def test_viewer_sees_the_notebook_as_it_was_saved_until_the_owner_ends_it(
     expect(facts).to_contain_text("Saved")
     check_accessibility(page)
     take_picture(page, "shared-notebook")
+    pages = page.evaluate("history.length")
     save(hub, nbformat.v4.new_markdown_cell("# Better results"))
     expect(frame.get_by_role("heading", name="Better results")).to_be_visible(timeout=TIMEOUT_MS)
+    # The browser's button leads back to the page before, however often the notebook was saved.
+    assert page.evaluate("history.length") == pages
     hub.send("DELETE", f"/shares?user={'ben'}", "root1")
     expect(page.locator("#gpuhub-share-end")).to_contain_text("is not shared with ben, or no longer", timeout=20_000)
     assert page.locator("#gpuhub-notebook").count() == 0
