@@ -56,7 +56,7 @@ def find_stopped(events: Sequence[EventView], now: datetime) -> dict[str, str] |
 
 
 class IdleNoticesHandler(BrokerUserHandler):
-    """GET: `{"warnings": […]}` about the user's own notebooks, with `?stopped` also `"stopped"`."""
+    """GET: `{"warnings": […], "now": …}` about the user's own notebooks, with `?stopped` also `"stopped"`."""
 
     async def get(self) -> None:
         """Send the notices, or the broker's refusal."""
@@ -64,10 +64,11 @@ class IdleNoticesHandler(BrokerUserHandler):
         self.check_scope()
 
         async def ask(broker: Any) -> dict[str, Any]:
-            answer: dict[str, Any] = {"warnings": build_warnings(await broker.leases(owner=user.name))}
+            warnings, now = build_warnings(await broker.leases(owner=user.name)), datetime.now().astimezone()
+            answer: dict[str, Any] = {"warnings": warnings, "now": now.isoformat()}
             if "stopped" in self.request.query_arguments:
                 own = [event for event in await broker.events(limit=_EVENTS) if event.owner == user.name]
-                answer["stopped"] = find_stopped(own, datetime.now().astimezone())
+                answer["stopped"] = find_stopped(own, now)
             return answer
 
         try:

@@ -6,9 +6,10 @@
         var shown = "";
         var stopped;           // the last notebook that was stopped; undefined until the hub was asked, and after an end
         var warned = 0;
+        var skew = 0;          // what the user's clock is ahead of the hub's, ms
 
         function countdown(end) {
-          var left = Math.max(0, Math.round((new Date(end) - Date.now()) / 1000));
+          var left = Math.max(0, Math.round((new Date(end) - (Date.now() - skew)) / 1000));
           return left >= 3600 ? Math.floor(left / 3600) + " h " + Math.floor(left % 3600 / 60) + " min"
             : Math.floor(left / 60) + ":" + String(left % 60).padStart(2, "0") + " min";
         }
@@ -22,6 +23,7 @@
         }
 
         function show(answer) {
+          if (answer.now) { skew = Date.now() - Date.parse(answer.now); }
           if ("stopped" in answer) { stopped = answer.stopped; }
           if (answer.warnings.length < warned) { stopped = undefined; }
           warned = answer.warnings.length;
