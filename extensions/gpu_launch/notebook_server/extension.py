@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,7 @@ class IdleReporter:
     async def report(self) -> float:
         """Report once; return the seconds until the next report."""
         try:
-            state = self._collect(await self._call(self._find_programs))
+            state = self._collect(await self._call(self._prepare_search()))
             answer = await self._call(partial(self._broker.report_activity, self._lease, **state))
         except BrokerError as error:
             self._server.log.info("This notebook's activity could not be reported to the broker: %s", error)
@@ -103,14 +104,19 @@ class IdleReporter:
     async def _call(self, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, function)
 
-    def _find_programs(self) -> UserPrograms:
+    def _prepare_search(self) -> Callable[[], UserPrograms]:
+        """Return a function that finds the user's programs in a thread.
+
+        Kernels and terminals are listed before: they come and go in the event loop.
+        """
         terminals = self._server.web_app.settings.get("terminal_manager")
         kernels = self._server.kernel_manager
         pids = [find_process(kernels.get_kernel(kernel)) for kernel in kernels.list_kernel_ids()]
-        return find_programs(
+        return partial(
+            find_programs,
             server=os.getpid(),
             shells=[] if terminals is None else [shell.ptyproc.pid for shell in terminals.terminals.values()],
-            kernels=filter(None, pids),
+            kernels=list(filter(None, pids)),
         )
 
     def _collect(self, programs: UserPrograms) -> dict[str, Any]:
