@@ -14,8 +14,15 @@ export function formatSpan(seconds: number): string {
   return `${minutes} min`;
 }
 
+/** How far the cluster's clock is ahead of this machine's, which may be wrong, ms. */
+let ahead = 0;
+
+export function setClusterTime(now: string): void {
+  ahead = new Date(now).getTime() - Date.now();
+}
+
 export function countSecondsUntil(moment: string): number {
-  return (new Date(moment).getTime() - Date.now()) / 1000;
+  return (new Date(moment).getTime() - Date.now() - ahead) / 1000;
 }
 
 /** Format as a time of day, with the date if that is not clear. */

@@ -4,6 +4,7 @@ import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/applica
 import { Notification } from "@jupyterlab/apputils";
 
 import type { GpuhubApi, Idle, Suspension } from "./api.js";
+import { countSecondsUntil } from "./format.js";
 import type { OverviewModel } from "./model.js";
 
 /** Time between two questions to the notebook server, which answers from memory; ms. */
@@ -84,7 +85,7 @@ class IdleWarning {
       this.notification = undefined;
       return;
     }
-    const left = Math.max(0, Math.round((new Date(this.idle.stops_at).getTime() - Date.now()) / 1000));
+    const left = Math.max(0, Math.round(countSecondsUntil(this.idle.stops_at)));
     const time = `${Math.floor(left / 60)}:${String(left % 60).padStart(2, "0")} min`;
     const { text, keep_s } = this.idle;
     // JupyterLab shows at most 140 characters.

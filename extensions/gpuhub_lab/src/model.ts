@@ -3,6 +3,7 @@ import { Poll } from "@lumino/polling";
 import { type ISignal, Signal } from "@lumino/signaling";
 
 import { type GpuhubApi, type Overview, RouteError } from "./api.js";
+import { setClusterTime } from "./format.js";
 
 /** Time between two readings, ms: for the status bar alone, and while a panel or page is visible. */
 const STATUS_PERIOD = 60_000;
@@ -60,6 +61,7 @@ export class OverviewModel {
   private async read(): Promise<void> {
     try {
       this.overview = await this.api.getOverview();
+      if (this.overview.now) setClusterTime(this.overview.now);
       this.problem = "";
     } catch (error) {
       this.problem = error instanceof RouteError ? error.message : "The notebook server does not answer.";
