@@ -80,7 +80,8 @@ def app() -> Iterator[EchoApp]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         echo.port = listening.getsockname()[1]
-        served = uvicorn.Server(build_server_config(cast("FastAPI", echo), lifespan="off"))
+        # Without pings of its own: a test may take longer than their interval where the machine is busy.
+        served = uvicorn.Server(build_server_config(cast("FastAPI", echo), lifespan="off", ws_ping_interval=None))
         thread = threading.Thread(target=served.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
