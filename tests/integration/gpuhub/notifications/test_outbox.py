@@ -30,10 +30,16 @@ def add(served: Served, hook: Webhook, path: str = SECRET, **wanted: Any) -> Any
     return send(served, "POST", "/destinations", json={"url": url, **(wanted or ENDED)})
 
 
-def run_job(served: Served, run_id: str) -> str:
-    """Run a detached job and stop it; return its id when it has ended."""
+def stop_job(served: Served, run_id: str) -> str:
+    """Begin a detached job and stop it; return its id."""
     job: str = send(served, "POST", "/jobs", json={"run_id": run_id, "detached": True})["id"]
     send(served, "DELETE", f"/jobs/{job}")
+    return job
+
+
+def run_job(served: Served, run_id: str) -> str:
+    """Run a detached job and stop it; return its id when it has ended."""
+    job = stop_job(served, run_id)
     wait_until(lambda: send(served, "GET", f"/jobs/{job}")["state"] == "ended", "the job has ended")
     return job
 
@@ -61,7 +67,8 @@ def test_nothing_is_lost_by_kills_and_only_what_is_unknown_is_sent_again(tmp_pat
             hook.answers.clear()
             # Another destination, since this one got a message a moment ago.
             add(served, hook, "second")
-            run_job(served, "run-000002")
+            stop_job(served, "run-000002")
+            # Nothing else is waited for: the sender gives up when the answer takes long.
             wait_until(lambda: "/second" in hook.paths[known:], "the message arrives", 90)
             os.kill(served.pid, signal.SIGKILL)
         hook.answers.set()
