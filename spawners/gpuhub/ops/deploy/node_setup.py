@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuhub.common.errors import NodeUnreachable, SetupError
+from gpuhub.common.files import replace_file
 from gpuhub.common.paths import Paths
 from gpuhub.config.machines.data_network import DATA_NETWORK_NOTE
 from gpuhub.config.settings import ClusterSettings, NodeSettings
@@ -84,13 +85,16 @@ async def _find_answering(
         SetupError: Several nodes have the same Docker daemon.
     """
     known = _read_known(paths)
-    failures: dict[str, NodeUnreachable] = {}
     with report.step(f"Docker answers on {len(cluster.nodes)} node{'s' * (len(cluster.nodes) > 1)}"):
-        answers = await asyncio.gather(*(_ask(daemons, node.name, failures) for node in cluster.nodes))
+        names = [node.name for node in cluster.nodes]
+        answers = dict(zip(names, await asyncio.gather(*(_ask(daemons, name) for name in names)), strict=True))
+        failures = {name: answer for name, answer in answers.items() if isinstance(answer, NodeUnreachable)}
         for node in cluster.nodes:
             if node.name in failures and (known.get(node.name) != node.docker or len(failures) == len(cluster.nodes)):
                 raise failures[node.name]
-        check_unique_daemons({name: str(info["ID"]) for name, info in answers if info is not None})
+        check_unique_daemons(
+            {name: str(answer["ID"]) for name, answer in answers.items() if not isinstance(answer, NodeUnreachable)}
+        )
     for error in failures.values():
         report.note(
             f"  ! {error}. gpuhub starts without it; run `sudo make up` again when it is back, so that it gets new "
@@ -99,14 +103,12 @@ async def _find_answering(
     return tuple(node for node in cluster.nodes if node.name not in failures)
 
 
-async def _ask(
-    daemons: DockerClients, node: str, failures: dict[str, NodeUnreachable]
-) -> tuple[str, dict[str, Any] | None]:
+async def _ask(daemons: DockerClients, node: str) -> dict[str, Any] | NodeUnreachable:
     try:
-        return node, await daemons.call(node, "info")
+        info: dict[str, Any] = await daemons.call(node, "info")
     except NodeUnreachable as error:
-        failures[node] = error
-        return node, None
+        return error
+    return info
 
 
 def check_unique_daemons(ids: Mapping[str, str]) -> None:
@@ -131,5 +133,4 @@ def _read_known(paths: Paths) -> dict[str, str]:
 
 def _remember(paths: Paths, nodes: tuple[NodeSettings, ...]) -> None:
     known = _read_known(paths) | {node.name: node.docker for node in nodes}
-    paths.known_nodes.touch(mode=0o600)
-    paths.known_nodes.write_text(json.dumps(known), encoding="utf-8")
+    replace_file(paths.known_nodes, json.dumps(known))
