@@ -209,7 +209,8 @@ def set_up_tls(session: SshSession, request: TlsSetupRequest, paths: Paths, cons
     """
     node, files = request.node, find_client_files(paths, request.node.name)
     has_certificates = are_certificates_valid(files, node.address, utc_now(), margin=RENEW_BEFORE)
-    if not has_certificates or not _accepts_tls(node, paths):
+    version = _find_version(node, paths) if has_certificates else None
+    if version is None:
         drop_in = _confirm_restart(request, console)
         if not has_certificates:
             certificates = make_certificates(node.name, node.address, utc_now())
@@ -220,20 +221,19 @@ def set_up_tls(session: SshSession, request: TlsSetupRequest, paths: Paths, cons
             raise SetupError(f"systemd does not run Docker there: {describe_manual_setup(node.address)}")
         session.run(build_drop_in_script(drop_in), as_root=request.needs_sudo)
         session.run(RESTART_DOCKER_SCRIPT, as_root=request.needs_sudo)
-    try:
-        version = asyncio.run(verify_docker(node, paths))
-    except SetupError as error:
-        raise SetupError(f"{error}\n{describe_manual_setup(node.address)}") from None
+        try:
+            version = asyncio.run(verify_docker(node, paths))
+        except SetupError as error:
+            raise SetupError(f"{error}\n{describe_manual_setup(node.address)}") from None
     console.write(f"  ✓ Docker {version} answers over TLS, only to gpuhub's certificate")
 
 
-def _accepts_tls(node: NodeSettings, paths: Paths) -> bool:
-    """Return whether the daemon accepts the certificates; after an interrupted call it may not use them yet."""
+def _find_version(node: NodeSettings, paths: Paths) -> str | None:
+    """Return the version of a daemon that accepts the certificates; None if it does not use them yet."""
     try:
-        asyncio.run(verify_docker(node, paths))
+        return asyncio.run(verify_docker(node, paths))
     except SetupError:
-        return False
-    return True
+        return None
 
 
 def _confirm_restart(request: TlsSetupRequest, console: OperatorConsole) -> str | None:
