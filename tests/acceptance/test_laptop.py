@@ -17,6 +17,7 @@ from tests.acceptance.notebook_container import Notebook
 from tests.acceptance.process_output import ProcessOutput
 from tests.support.hub.browser import Product, User, gpuhub
 from tests.support.hub.installed_laptop import Laptop, install_laptop
+from tests.support.launch.rank_scripts import HANG
 from tests.support.product import wait_for
 
 TRAIN = """
@@ -75,16 +76,6 @@ TASK = """
       echo "$GREETING from $SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES with $SKYPILOT_NUM_GPUS_PER_NODE"
       echo "head $(echo "$SKYPILOT_NODE_IPS" | head -n1)"
       ls setup-*.txt
-"""
-#: Ranks that wait for each other for ever, at different places.
-HANG = """
-    import os, time
-    def wait_for_ever():
-        time.sleep(600)
-    def compute():
-        time.sleep(601)
-    print("hanging", flush=True)
-    (wait_for_ever if os.environ["RANK"] == "0" else compute)()
 """
 
 

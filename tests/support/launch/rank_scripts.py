@@ -21,6 +21,15 @@ ALL_REDUCE = """
     dist.destroy_process_group()
 """
 #: Writes a checkpoint on SIGTERM and continues from it; ends some steps after it has continued.
+HANG = """
+    import os, time
+    def wait_for_ever():
+        time.sleep(600)
+    def compute():
+        time.sleep(601)
+    print("hanging", flush=True)
+    (wait_for_ever if os.environ["RANK"] == "0" else compute)()
+"""
 CHECKPOINTED = """
     import os, signal, time
     from pathlib import Path

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.hub.installed_laptop import Laptop
 from tests.support.hub.kernel_client import Kernel
+from tests.support.launch.rank_scripts import HANG
 from tests.support.product import wait_for
 from tests.support.slurm.hub import Cluster
 from tests.support.slurm.launches import jobs, launches, ssh, wait_free, write
@@ -92,19 +93,7 @@ def test_what_needs_docker_is_refused_with_the_reason(
 
 def test_stacks_of_ranks_that_hang(cluster: Cluster, cell: Kernel, laptop: Laptop) -> None:
     """From a notebook and from the laptop, of ranks on two nodes."""
-    write(
-        cluster,
-        "hang.py",
-        """
-        import os, time
-        def wait_for_ever():
-            time.sleep(600)
-        def compute():
-            time.sleep(601)
-        print("hanging", flush=True)
-        (wait_for_ever if os.environ["RANK"] == "0" else compute)()
-        """,
-    )
+    write(cluster, "hang.py", HANG)
     cell.run("%gpu_launch --detach --nnodes 2 hang.py")
     run = str(jobs(cluster)[0]["run_id"])
     wait_for(lambda: laptop.run("logs", run).count("hanging"), "the ranks run", 120)
