@@ -165,7 +165,7 @@ def build_single_node(cards: list[gpu.GpuSpec]) -> str:
         'name = "this-machine"',
         'address = "127.0.0.1"',
         'docker = "unix:///run/docker.sock"',
-        # Usually somebody works at its screen, whose programs are on the GPU as well.
+        # Usually a user works at its screen, and the programs of the desktop use the GPU as well.
         "desktop = true",
     ]
     models = Counter(card.model for card in cards)
